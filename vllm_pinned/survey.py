@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Surveying a tree: the state of each edit, read from the files themselves.
+
+One run of ast-grep looks for every fault, every cured form and every scope. Its
+matches give the state of an edit and, where it is needed, the bytes to replace.
+"""
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from vllm_pinned.edits import RULE_KEYS, Edit
+from vllm_pinned.errors import BadInput
+from vllm_pinned.imports import add_import, binds, module_file
+
+Read = Callable[[str], bytes | None]
+"""Bytes of a file of the tree by its path (`vllm/a/b.py`), None where absent."""
+
+
+class State(StrEnum):
+    """What an edit is to a tree."""
+
+    NEEDED = "needed"
+    PRESENT = "present"
+    ABSENT = "absent"
+    DRIFTED = "drifted"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """New bytes for `start`..`end`, byte offsets into the file."""
+
+    start: int
+    end: int
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The state of one edit in one tree.
+
+    Attributes:
+        replacements: What to replace where the state is needed, else empty.
+        line: 1-based line of the first fault, cured form or scope; None if none.
+        reason: Why the edit has drifted, else empty.
+
+    """
+
+    edit: Edit
+    state: State
+    replacements: tuple[Replacement, ...] = ()
+    line: int | None = None
+    reason: str = ""
+
+
+def survey(read: Read, edits: Iterable[Edit]) -> list[Finding]:
+    """The state of each of `edits` in the tree that `read` reads.
+
+    Raises:
+        BadInput: a rule is broken, or ast-grep is missing.
+
+    """
+    edits = list(edits)
+    wanted = {edit.path for edit in edits}
+    wanted.update(form["unless"]["file"] for e in edits for form in _guarded(e))
+    files = {path: text for path in sorted(wanted) if (text := read(path)) is not None}
+    matches = _scan(files, [rule for edit in edits for rule in _rules(edit)])
+    return [_finding(edit, files, matches, read) for edit in edits]
+
+
+def render(source: bytes, findings: Iterable[Finding]) -> bytes:
+    """`source`, one file, with the needed edits of `findings` made.
+
+    Raises:
+        BadInput: two edits replace the same bytes.
+
+    """
+    findings = list(findings)
+    newline = b"\r\n" if b"\r\n" in source else b"\n"
+    replacements = sorted(
+        (r for f in findings for r in f.replacements), key=lambda r: r.start
+    )
+    parts, at = [], 0
+    for replacement in replacements:
+        if replacement.start < at:
+            names = ", ".join(f.edit.id for f in findings)
+            raise BadInput(f"two of the edits {names} overlap; mend their rules")
+        parts.append(source[at : replacement.start])
+        parts.append(re.sub(rb"\r?\n", newline, replacement.text))
+        at = replacement.end
+    parts.append(source[at:])
+    result = b"".join(parts)
+    for finding in findings:
+        if finding.replacements and (line := finding.edit.metadata.get("import")):
+            result = add_import(result, line)
+    return result
+
+
+def changes(read: Read, findings: Iterable[Finding]) -> dict[str, bytes]:
+    """The files that the needed edits change, with their new bytes, checked.
+
+    Raises:
+        BadInput: an edit has drifted, or one does not hold once it is made.
+
+    """
+    findings = list(findings)
+    refuse_drift(findings)
+    by_path: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.state is State.NEEDED:
+            by_path.setdefault(finding.edit.path, []).append(finding)
+    result = {}
+    for path, needed in by_path.items():
+        source = read(path)
+        assert source is not None  # a needed edit has a file
+        result[path] = render(source, needed)
+    after = survey(
+        lambda path: result.get(path) or read(path), (f.edit for f in findings)
+    )
+    for finding in after:
+        if finding.state not in (State.PRESENT, State.ABSENT):
+            raise BadInput(
+                f"edit {finding.edit.id} is {finding.state} in {finding.edit.path} "
+                f"after it was made; mend the rule in {finding.edit.source}"
+            )
+    return result
+
+
+def refuse_drift(findings: Iterable[Finding]) -> None:
+    """Raise BadInput that names every edit that has drifted, if one has."""
+    drifted = [f for f in findings if f.state is State.DRIFTED]
+    if not drifted:
+        return
+    lines = []
+    for f in drifted:
+        where = f.edit.path + (f":{f.line}" if f.line else "")
+        lines.append(
+            f"edit {f.edit.id} has drifted in {where}, {f.edit.scope}: {f.reason}"
+        )
+    lines.append(
+        "nothing was changed; "
+        "use a vLLM whose files are as released, or a newer vllm-pinned"
+    )
+    raise BadInput("\n".join(lines))
+
+
+# What is asked of ast-grep.
+
+
+def _guarded(edit: Edit) -> list[dict[str, Any]]:
+    return [form for form in edit.metadata["cured"] if "unless" in form]
+
+
+def _rules(edit: Edit) -> list[dict[str, Any]]:
+    """The rules that tell the state of `edit`, each with an id of its own."""
+    scope = edit.scope.split(".")
+    base = {key: edit.document[key] for key in RULE_KEYS if key in edit.document}
+
+    def rule(name: str, **parts: Any) -> dict[str, Any]:
+        return {"id": f"{edit.id}/{name}", "language": "python", **parts}
+
+    fault = {"all": [edit.document["rule"], {"inside": _inside(scope)}]}
+    rules = [
+        rule("scope", rule=_scope_rule(scope)),
+        rule("fault", **{**base, "rule": fault, "fix": edit.document["fix"]}),
+    ]
+    for number, form in enumerate(edit.metadata["cured"]):
+        cured = {"all": [form["rule"], {"inside": _inside(scope)}]}
+        parts = {key: form[key] for key in ("constraints",) if key in form}
+        if "utils" in base:
+            parts["utils"] = base["utils"]
+        rules.append(rule(f"cured-{number}", rule=cured, **parts))
+        if "unless" in form:
+            rules.append(rule(f"unless-{number}", rule=form["unless"]["rule"]))
+    return rules
+
+
+def _scope_rule(scope: list[str]) -> dict[str, Any]:
+    """Matches the definition that `scope` names, itself inside the outer ones."""
+    *outer, name = scope
+    result: dict[str, Any] = {
+        "any": [{"kind": "function_definition"}, {"kind": "class_definition"}],
+        "has": {"field": "name", "regex": f"^{name}$"},
+    }
+    if outer:
+        result["inside"] = _inside(outer)
+    return result
+
+
+def _inside(scope: list[str]) -> dict[str, Any]:
+    return {**_scope_rule(scope), "stopBy": "end"}
+
+
+def _scan(
+    files: Mapping[str, bytes], rules: list[dict[str, Any]]
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Matches of `rules` in `files`, by file and rule id."""
+    with tempfile.TemporaryDirectory(prefix="vllm-pinned-") as folder:
+        for path, text in files.items():
+            file = Path(folder, path)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(text)
+        done = _ast_grep(folder, rules)
+        if done.returncode not in (0, 1) or not done.stdout.startswith(b"["):
+            raise BadInput(_broken_rule(folder, rules) or _one_line(done.stderr))
+    result: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for match in json.loads(done.stdout):
+        path = Path(match["file"]).as_posix()
+        result.setdefault((path, match["ruleId"]), []).append(match)
+    return result
+
+
+def _ast_grep(
+    folder: str, rules: list[dict[str, Any]]
+) -> subprocess.CompletedProcess[bytes]:
+    beside = Path(sysconfig.get_path("scripts"), "ast-grep")
+    program = str(beside) if beside.is_file() else shutil.which("ast-grep")
+    if program is None:
+        raise BadInput("ast-grep is not installed; run `pip install ast-grep-cli`")
+    text = "\n---\n".join(json.dumps(rule) for rule in rules)
+    ignore = [
+        f"--no-ignore={kind}"
+        for kind in ("hidden", "dot", "exclude", "global", "parent", "vcs")
+    ]
+    return subprocess.run(
+        [program, "scan", "--json=compact", *ignore, "--inline-rules", text, "vllm"],
+        cwd=folder,
+        capture_output=True,
+        check=False,
+    )
+
+
+def _broken_rule(folder: str, rules: list[dict[str, Any]]) -> str:
+    """Which rule ast-grep cannot read, and what it says of it."""
+    for rule in rules:
+        done = _ast_grep(folder, [rule])
+        if done.returncode not in (0, 1) or not done.stdout.startswith(b"["):
+            edit = rule["id"].split("/")[0]
+            return f"edit {edit} has a broken rule: {_one_line(done.stderr)}; mend it"
+    return ""
+
+
+def _one_line(text: bytes) -> str:
+    return " ".join(text.decode(errors="replace").split()) or "ast-grep failed"
+
+
+# What its matches mean.
+
+
+def _finding(
+    edit: Edit,
+    files: Mapping[str, bytes],
+    matches: Mapping[tuple[str, str], list[dict[str, Any]]],
+    read: Read,
+) -> Finding:
+    source = files.get(edit.path)
+    if source is None:
+        return Finding(edit, State.ABSENT)
+
+    def found(name: str, path: str = edit.path) -> list[dict[str, Any]]:
+        return matches.get((path, f"{edit.id}/{name}"), [])
+
+    scopes, faults = found("scope"), found("fault")
+    cured, spoilt = [], ""
+    for number, form in enumerate(edit.metadata["cured"]):
+        here = found(f"cured-{number}")
+        if here and "unless" in form:
+            file = form["unless"]["file"]
+            if bad := found(f"unless-{number}", file):
+                spoilt = (
+                    f"{file}:{_line(bad[0])} copies the reused pinned buffer "
+                    "asynchronously"
+                )
+                continue
+        cured += here
+    line = _line((faults + cured + scopes)[0]) if faults + cured + scopes else None
+
+    def drifted(reason: str) -> Finding:
+        return Finding(edit, State.DRIFTED, line=line, reason=reason)
+
+    expected = edit.metadata["matches"]
+    if not scopes:
+        return drifted(f"there is no {edit.scope}")
+    if (len(faults), len(cured)) not in ((expected, 0), (0, expected)) or spoilt:
+        return drifted(
+            f"looked for {expected} x «{edit.message}», "
+            f"found {len(faults)} and {len(cured)} cured"
+            + (f"; {spoilt}" if spoilt else "")
+        )
+    try:
+        bound = _import_state(edit, source, read)
+    except SyntaxError as error:
+        return drifted(f"the file does not parse: {error}")
+    if cured:
+        if bound is False:
+            return drifted(f"the cure is there, but not «{edit.metadata['import']}»")
+        return Finding(edit, State.PRESENT, line=line)
+    if bound is None:
+        return drifted(f"this vLLM does not offer «{edit.metadata['import']}»")
+    replacements = tuple(
+        Replacement(
+            match["replacementOffsets"]["start"],
+            match["replacementOffsets"]["end"],
+            match["replacement"].encode(),
+        )
+        for match in faults
+    )
+    return Finding(edit, State.NEEDED, replacements, line)
+
+
+def _import_state(edit: Edit, source: bytes, read: Read) -> bool | None:
+    """Whether `source` has the import that the cure needs, None if it cannot.
+
+    True too where nothing is needed: no import is named, or a cured form does
+    without the name.
+    """
+    line = edit.metadata.get("import")
+    if line is None:
+        return True
+    name = line.split()[-1]
+    tree = ast.parse(source)
+    if binds(tree, line):
+        return True
+    offered = any(
+        name in _bound_names(text)
+        for path in module_file(line)
+        if (text := read(path)) is not None
+    )
+    if not offered:
+        return None
+    used = any(
+        isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree)
+    )
+    return not used
+
+
+def _bound_names(source: bytes) -> set[str]:
+    """Names that the module binds, wherever in it.
+
+    Some releases bind PIN_MEMORY under `if TYPE_CHECKING` and look it up lazily.
+    """
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.alias(name=name, asname=asname):
+                names.add(asname or name)
+    return names
+
+
+def _line(match: dict[str, Any]) -> int:
+    return match["range"]["start"]["line"] + 1  # type: ignore[no-any-return]

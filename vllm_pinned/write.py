@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing a folder: all files or none, even when killed, and back again.
+
+`replace_files` is one transaction. It first writes a journal with the old bytes of
+every file, then the new bytes beside each file, then renames them into place, then
+removes the journal. Whatever point it is killed at, `recover` puts the old bytes
+back: where there is a journal, the transaction did not finish.
+
+`apply` and `revert` are such transactions. `apply` also leaves a manifest that holds
+the original files, for `revert`. Manifest and journal stay beside the metadata of an
+installation, in the git directory of a checkout, or else in the root of the tree.
+"""
+
+import base64
+import contextlib
+import csv
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_pinned import __version__
+from vllm_pinned.errors import BadInput
+from vllm_pinned.target import Target, inside
+
+MANIFEST = "vllm-pinned.json"
+JOURNAL = "vllm-pinned.journal"
+
+
+@contextlib.contextmanager
+def locked(target: Target) -> Iterator[None]:
+    """Hold the tree for this process alone, after undoing what a kill left.
+
+    Raises:
+        BadInput: the tree cannot be read or mended.
+
+    """
+    folder = os.open(target.path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot lock
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        recover(target)
+        yield
+    finally:
+        os.close(folder)
+
+
+def apply(target: Target, changes: Mapping[str, bytes], edits: list[str]) -> None:
+    """Write `changes`, new bytes by path, into the folder of `target`.
+
+    The manifest remembers `edits`, the ids of the edits that the changes make.
+
+    Raises:
+        BadInput: the folder cannot be written; it is as it was.
+
+    """
+    manifest = read_manifest(target)
+    for path, after in changes.items():
+        old = target.read(path)
+        assert old is not None  # edits change files, they make none
+        entry = manifest["files"].setdefault(path, {"original": _pack(old)})
+        entry["sha256"] = _digest(after)
+    manifest["edits"] = sorted({*manifest["edits"], *edits})
+    files: dict[str, bytes | None] = dict(changes)
+    name = _state_name(target, MANIFEST)
+    record = _record(target)
+    lines = record.with_edits(manifest["record"], changes, name) if record else b""
+    text = json.dumps(manifest, indent=1).encode() + b"\n"
+    files[name] = text
+    if record:
+        files[record.path] = record_line(name, text) + b"\n" + lines
+    replace_files(target, files)
+
+
+def revert(target: Target) -> list[str]:
+    """Put back the files as they were before `apply`; the paths put back.
+
+    Raises:
+        BadInput: a file was changed since, or the folder cannot be written.
+
+    """
+    manifest = read_manifest(target)
+    files: dict[str, bytes | None] = {}
+    for path, entry in manifest["files"].items():
+        current, original = target.read(path), _unpack(entry["original"])
+        if current is None or _digest(current) not in (
+            entry["sha256"],
+            _digest(original),
+        ):
+            raise BadInput(
+                f"{target.path / path} was changed after the edits were applied, "
+                "so nothing was reverted; put that file back, or reinstall vLLM"
+            )
+        if current != original:
+            files[path] = original
+    name = _state_name(target, MANIFEST)
+    if target.read(name) is not None:
+        if record := _record(target):
+            files[record.path] = record.without_edits(manifest["record"], name)
+        replace_files(target, {**files, name: None})
+    return sorted(set(files) & set(manifest["files"]))
+
+
+def read_manifest(target: Target) -> dict[str, Any]:
+    """What `apply` wrote down: edits made, and each file's original and new hash.
+
+    Empty where nothing was applied.
+    """
+    text = target.read(_state_name(target, MANIFEST))
+    if text is None:
+        return {"vllm-pinned": __version__, "edits": [], "files": {}, "record": {}}
+    try:
+        manifest: dict[str, Any] = json.loads(text)
+    except ValueError:
+        raise BadInput(
+            f"{target.path / _state_name(target, MANIFEST)} is damaged; reinstall vLLM"
+        ) from None
+    return manifest
+
+
+def _state_name(target: Target, name: str) -> str:
+    """Where manifest and journal are, relative to the root of the tree."""
+    if target.dist_info:
+        return f"{target.dist_info}/{name}"
+    git = target.path / ".git"
+    return f".git/{name}" if git.is_dir() else f".{name}"
+
+
+# One transaction.
+
+
+def replace_files(target: Target, files: Mapping[str, bytes | None]) -> None:
+    """Give every file its new bytes (None: remove it), all or none of them.
+
+    A file keeps its mode and owner, and hard links to it elsewhere keep the old
+    bytes. A link inside the tree is followed, one out of it is refused.
+
+    Raises:
+        BadInput: something cannot be written; the tree is as it was.
+
+    """
+    root = target.path
+    journal = root / _state_name(target, JOURNAL)
+    old = {name: target.read(name) for name in files}
+    entries = {
+        n: {"old": _pack(old[n]), "new": _digest(new)} for n, new in files.items()
+    }
+    try:
+        _write(journal, json.dumps(entries).encode())
+        for name, new in files.items():
+            if new is not None:
+                _stage(inside(root, name), new)
+        for name, new in files.items():
+            _settle(inside(root, name), new)
+        _remove(journal)
+    except BaseException as error:
+        recover(target)
+        if isinstance(error, OSError):
+            raise BadInput(_unwritable(error, root)) from None
+        raise
+
+
+def recover(target: Target) -> None:
+    """Undo what a killed `replace_files` left, if it left anything.
+
+    Raises:
+        BadInput: a file has bytes of neither side, or the folder cannot be written.
+
+    """
+    journal = target.path / _state_name(target, JOURNAL)
+    try:
+        _remove(_beside(journal))
+        text = target.read(_state_name(target, JOURNAL))
+        if text is None:
+            return
+        entries = json.loads(text)
+        for name, entry in entries.items():
+            current = target.read(name)
+            if current != _unpack(entry["old"]) and _digest(current) != entry["new"]:
+                raise BadInput(
+                    f"{target.path / name} was changed while an interrupted run of "
+                    "vllm-pinned had left it half done; reinstall vLLM"
+                )
+        for name, entry in entries.items():
+            path, old = inside(target.path, name), _unpack(entry["old"])
+            _remove(_beside(path))
+            if target.read(name) != old:
+                if old is not None:
+                    _stage(path, old)
+                _settle(path, old)
+        _remove(journal)
+    except OSError as error:
+        raise BadInput(
+            f"an interrupted run of vllm-pinned left {target.path} half done, and "
+            f"{error.filename} cannot be written to undo it ({error.strerror}); "
+            "run any command again as a user who may write there"
+        ) from None
+
+
+def _beside(path: Path) -> Path:
+    """Where new bytes of `path` wait for their rename."""
+    return path.with_name(f".{path.name}.vllm-pinned-new")
+
+
+def _stage(path: Path, new: bytes) -> None:
+    """Write `new` beside `path`, on the disk, with the mode and owner of `path`."""
+    staged = _beside(path)
+    staged.unlink(missing_ok=True)
+    with staged.open("xb") as file:
+        file.write(new)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        status = path.stat()
+        shutil.copymode(path, staged)
+        if (status.st_uid, status.st_gid) != (os.getuid(), os.getgid()):
+            with contextlib.suppress(PermissionError):
+                os.chown(staged, status.st_uid, status.st_gid)
+
+
+def _settle(path: Path, new: bytes | None) -> None:
+    """Put the staged bytes in place, or remove the file where `new` is None."""
+    if new is None:
+        _remove(path)
+    else:
+        os.replace(_beside(path), path)
+        _sync_folder(path.parent)
+
+
+def _write(path: Path, new: bytes) -> None:
+    _stage(path, new)
+    _settle(path, new)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unwritable(error: OSError, root: Path) -> str:
+    what = f"{error.filename or root}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"no room to write {what}, so nothing was changed; free some and try again"
+        )
+    return (
+        f"cannot write {what}, so nothing was changed; "
+        "run as a user who may write there, or use `vllm-pinned wheel`"
+    )
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def _pack(data: bytes | None) -> str | None:
+    return None if data is None else base64.b85encode(zlib.compress(data)).decode()
+
+
+def _unpack(text: str | None) -> bytes | None:
+    return None if text is None else zlib.decompress(base64.b85decode(text))
+
+
+# The RECORD of an installation.
+
+
+def record_line(path: str, data: bytes) -> bytes:
+    """The line of RECORD for a file, without its end (PEP 376, PEP 627)."""
+    digest = (
+        base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    )
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow((path, f"sha256={digest}", len(data)))
+    return line.getvalue().encode()
+
+
+def record_path(line: bytes) -> str:
+    """The path that a line of RECORD is about, empty if the line is."""
+    return next(iter(next(csv.reader([line.decode()]), [])), "")
+
+
+@dataclass(frozen=True)
+class _Record:
+    path: str
+    text: bytes
+
+    def with_edits(
+        self, old: dict[str, str], changes: Mapping[str, bytes], name: str
+    ) -> bytes:
+        """The text with new lines for `changes`, without one for the manifest `name`.
+
+        `old` gets the lines that were replaced, by path, where it has none yet.
+        """
+        lines = self._without(name)
+        for number, line in enumerate(lines):
+            content = line.rstrip(b"\r\n")
+            if (path := record_path(content)) in changes:
+                old.setdefault(path, content.decode())
+                end = line[len(content) :]
+                lines[number] = record_line(path, changes[path]) + end
+        return b"".join(lines)
+
+    def without_edits(self, old: dict[str, str], name: str) -> bytes:
+        """The text with the lines `old`, by path, and none for the manifest `name`."""
+        lines = self._without(name)
+        for number, line in enumerate(lines):
+            content = line.rstrip(b"\r\n")
+            if before := old.get(record_path(content)):
+                lines[number] = before.encode() + line[len(content) :]
+        return b"".join(lines)
+
+    def _without(self, name: str) -> list[bytes]:
+        lines = self.text.splitlines(keepends=True)
+        return [line for line in lines if record_path(line.rstrip(b"\r\n")) != name]
+
+
+def _record(target: Target) -> _Record | None:
+    if not target.dist_info:
+        return None
+    path = f"{target.dist_info}/RECORD"
+    text = target.read(path)
+    return None if text is None else _Record(path, text)
