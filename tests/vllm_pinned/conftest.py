@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM releases as trees, and the command to run on them."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from vllm_pinned.edits import Edit, load_edits
+from vllm_pinned.fetch import fetch
+
+RELEASES = (
+    "0.26.0",
+    "0.27.0",
+    "0.27.1",
+    "0.28.0",
+    "0.29.0",
+    "0.30.0",
+    "0.31.0",
+    "0.32.0",
+    "0.33.0",
+)
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def edits() -> list[Edit]:
+    return load_edits()
+
+
+@pytest.fixture(scope="session")
+def wheels() -> dict[str, Path]:
+    """Every affected release that PyPI has, as downloaded."""
+    return {release: fetch(Version(release)) for release in RELEASES}
+
+
+@pytest.fixture(scope="session")
+def trees(
+    wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """The Python files and metadata of each release; not to be written to."""
+    result = {}
+    for release, wheel in wheels.items():
+        root = tmp_path_factory.mktemp(f"vllm-{release}")
+        with zipfile.ZipFile(wheel) as archive:
+            wanted = [
+                n for n in archive.namelist() if n.endswith(".py") or "dist-info/" in n
+            ]
+            archive.extractall(root, wanted)
+        result[release] = root
+    return result
+
+
+@pytest.fixture
+def tree(trees: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A small copy of a release to write to: the edited files and the metadata."""
+
+    def copy(release: str) -> Path:
+        source, root = trees[release], tmp_path / f"vllm-{release}"
+        names = {edit.path for edit in load_edits()}
+        names |= {"vllm/__init__.py", "vllm/version.py", "vllm/utils/torch_utils.py"}
+        for name in names:
+            if (source / name).exists():
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source / name, root / name)
+        (info,) = source.glob("vllm-*.dist-info")
+        shutil.copytree(info, root / info.name)
+        return root
+
+    return copy
+
+
+@pytest.fixture
+def run() -> Run:
+    """Runs `vllm-pinned` as a user does, in a process of its own."""
+
+    def run(
+        *arguments: object, prefix: tuple[str, ...] = (), **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **options.pop("env", {})}  # type: ignore[dict-item]
+        return subprocess.run(
+            [*prefix, sys.executable, "-m", "vllm_pinned", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            **options,  # type: ignore[call-overload]
+        )
+
+    return run
+
+
+def files(root: Path) -> dict[str, tuple[bytes, int]]:
+    """Bytes and mode of every file below `root`."""
+    return {
+        path.relative_to(root).as_posix(): (path.read_bytes(), path.stat().st_mode)
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
