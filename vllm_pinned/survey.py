@@ -205,10 +205,16 @@ def _scan(
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Matches of `rules` in `files`, by file and rule id."""
     with tempfile.TemporaryDirectory(prefix="vllm-pinned-") as folder:
-        for path, text in files.items():
-            file = Path(folder, path)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(text)
+        try:
+            for path, text in files.items():
+                file = Path(folder, path)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(text)
+        except OSError as error:
+            raise BadInput(
+                f"cannot write temporary files to {folder} ({error.strerror}); "
+                "free some room, or set TMPDIR to another folder"
+            ) from None
         done = _ast_grep(folder, rules)
         if done.returncode not in (0, 1) or not done.stdout.startswith(b"["):
             raise BadInput(_broken_rule(folder, rules) or _one_line(done.stderr))

@@ -72,6 +72,11 @@ def tree(trees: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
                 shutil.copy(source / name, root / name)
         (info,) = source.glob("vllm-*.dist-info")
         shutil.copytree(info, root / info.name)
+        record = root / info.name / "RECORD"
+        lines = record.read_text().splitlines(keepends=True)
+        record.write_text(
+            "".join(ln for ln in lines if (root / ln.split(",")[0]).exists())
+        )
         return root
 
     return copy

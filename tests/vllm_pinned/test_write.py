@@ -1,0 +1,445 @@
+# SPDX-License-Identifier: Apache-2.0
+"""apply and revert on real trees: all or nothing, and back to the exact bytes."""
+
+import base64
+import csv
+import hashlib
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from tests.vllm_pinned.conftest import Run, files
+from vllm_pinned import write
+from vllm_pinned.edits import load_edits
+from vllm_pinned.errors import BadInput
+from vllm_pinned.survey import changes, survey
+from vllm_pinned.target import resolve
+
+EDITED = {
+    "vllm/distributed/eplb/eplb_communicator.py",
+    "vllm/model_executor/layers/attention/mla_attention.py",
+    "vllm/model_executor/layers/attention/sparse_mla_attention.py",
+}
+INFO = "vllm-0.29.0.dist-info"
+
+
+@pytest.fixture
+def root(tree: Callable[[str], Path]) -> Path:
+    """A 0.29.0 to write to, where three files are edited."""
+    return tree("0.29.0")
+
+
+def check_record(root: Path) -> None:
+    """Every file of `root` stands in RECORD once, with its hash and size."""
+    rows = list(csv.reader((root / INFO / "RECORD").read_text().splitlines()))
+    listed = {row[0]: row[1:] for row in rows}
+    assert len(listed) == len(rows)
+    for name in files(root):
+        digest, size = listed[name]
+        if name == f"{INFO}/RECORD":
+            assert (digest, size) == ("", "")
+            continue
+        data = (root / name).read_bytes()
+        expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()
+        assert digest == "sha256=" + expected.rstrip("=")
+        assert size == str(len(data))
+
+
+def test_apply_and_revert(root: Path, run: Run) -> None:
+    (root / "vllm/distributed/eplb/eplb_communicator.py").chmod(0o640)
+    before = files(root)
+    check_record(root)
+
+    assert run("apply", root).returncode == 0
+    after = files(root)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == EDITED | {f"{INFO}/RECORD"}
+    assert set(after) - set(before) == {f"{INFO}/vllm-pinned.json"}
+    assert {n: mode for n, (_, mode) in before.items()}.items() <= {
+        n: mode for n, (_, mode) in after.items()
+    }.items()
+    check_record(root)
+
+    again = run("apply", root)
+    assert (again.returncode, files(root)) == (0, after)
+    assert "nothing to apply" in again.stdout
+
+    assert run("revert", root).returncode == 0
+    assert files(root) == before
+    again = run("revert", root)
+    assert (again.returncode, files(root)) == (0, before)
+    assert "nothing to revert" in again.stdout
+
+
+def test_status_says_what_was_applied(root: Path, run: Run) -> None:
+    assert "not patched: needs eplb-gloo-receive-staging" in run("status", root).stdout
+    run("apply", root)
+    assert "patched (vllm-pinned applied " in run("status", root).stdout
+
+
+def test_a_checkout_has_no_record_and_stays_clean_for_git(root: Path, run: Run) -> None:
+    shutil.rmtree(root / INFO)
+    subprocess.run(["git", "init", "--quiet", root], check=True)
+    before = files(root / "vllm")
+    assert run("apply", root).returncode == 0
+    listed = subprocess.run(
+        ["git", "-C", root, "status", "--porcelain", "--untracked-files=all"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "pinned" not in listed
+    assert run("revert", root).returncode == 0
+    assert files(root / "vllm") == before
+
+
+def test_an_unversioned_source_tree(root: Path, run: Run) -> None:
+    shutil.rmtree(root / INFO)
+    before = files(root)
+    assert run("apply", root).returncode == 0
+    assert set(files(root)) - set(before) == {".vllm-pinned.json"}
+    assert run("revert", root / "vllm").returncode == 0
+    assert files(root) == before
+
+
+def test_a_newer_set_of_edits_on_top(root: Path) -> None:
+    """Edits applied in two steps are reverted in one, to the released bytes."""
+    before = files(root)
+    for edit in load_edits():
+        target = resolve(str(root))
+        findings = survey(target.read, [edit])
+        if new := changes(target.read, findings):
+            write.apply(target, new, [edit.id])
+            check_record(root)
+    assert set(write.revert(resolve(str(root)))) == EDITED
+    assert files(root) == before
+
+
+def test_hard_links_elsewhere_keep_the_released_bytes(
+    root: Path, tmp_path: Path
+) -> None:
+    """Uv links files from its cache, which other environments share."""
+    name = "vllm/distributed/eplb/eplb_communicator.py"
+    (cache := tmp_path / "cache.py").hardlink_to(root / name)
+    released = cache.read_bytes()
+    target = resolve(str(root))
+    write.apply(target, changes(target.read, survey(target.read, load_edits())), [])
+    assert cache.read_bytes() == released != (root / name).read_bytes()
+
+
+def test_a_link_out_of_the_tree_is_refused(
+    root: Path, tmp_path: Path, run: Run
+) -> None:
+    name = "vllm/distributed/eplb/eplb_communicator.py"
+    outside = tmp_path / "outside.py"
+    (root / name).rename(outside)
+    (root / name).symlink_to(outside)
+    before = files(root)
+    done = run("apply", root)
+    assert done.returncode == 2
+    assert "outside the tree; install vLLM as plain files" in done.stderr
+    assert files(root) == before
+
+
+def test_a_link_inside_the_tree_is_followed(root: Path, run: Run) -> None:
+    name = "vllm/distributed/eplb/eplb_communicator.py"
+    real = root / "vllm/distributed/eplb/real.py"
+    (root / name).rename(real)
+    (root / name).symlink_to("real.py")
+    before = files(root)
+    assert run("apply", root).returncode == 0
+    assert (root / name).is_symlink()
+    assert b"PIN_MEMORY" in real.read_bytes()
+    assert run("revert", root).returncode == 0
+    assert files(root) == before
+
+
+def test_a_file_changed_since_is_not_overwritten(root: Path, run: Run) -> None:
+    run("apply", root)
+    name = "vllm/distributed/eplb/eplb_communicator.py"
+    with (root / name).open("a") as file:
+        file.write("# mine\n")
+    before = files(root)
+    done = run("revert", root)
+    assert done.returncode == 2
+    assert "was changed after the edits were applied" in done.stderr
+    assert files(root) == before
+
+
+def test_revert_after_git_put_a_file_back(root: Path, run: Run) -> None:
+    before = files(root)
+    run("apply", root)
+    name = "vllm/distributed/eplb/eplb_communicator.py"
+    (root / name).write_bytes(before[name][0])
+    assert run("revert", root).returncode == 0
+    assert files(root)[name] == before[name]
+    assert f"{INFO}/vllm-pinned.json" not in files(root)
+
+
+# A kill at every step.
+
+# The functions of write.py that write; all else only prepares.
+WRITING = {
+    "replace_files",
+    "recover",
+    "_stage",
+    "_settle",
+    "_write",
+    "_remove",
+    "_sync_folder",
+}
+
+
+def kill_at(line: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a child that is killed before the `line`-th line that writes.
+
+    Returns:
+        Whether it was killed, False where the work has fewer lines.
+
+    """
+    child = os.fork()
+    if not child:
+        left = line
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            code = frame.f_code
+            if code.co_filename != write.__file__ or code.co_name not in WRITING:
+                return None
+            if event == "line":
+                left -= 1
+                if not left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+def kills(work: Callable[[], object], put_back: Callable[[], None]) -> Iterator[int]:
+    """Kill `work` at each line that writes, in turn, the tree put back in between."""
+    line = 1
+    while kill_at(line, work):
+        yield line
+        put_back()
+        line += 1
+    assert line > 100  # it was killed at all, and in the middle
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No waiting for the disk: a killed process loses nothing that it wrote."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
+def put(root: Path, state: dict[str, tuple[bytes, int]]) -> None:
+    """Make the files of `root` those of `state`."""
+    now = files(root)
+    for name in set(now) - set(state):
+        (root / name).unlink()
+    for name, (data, mode) in state.items():
+        if now.get(name) != (data, mode):
+            (root / name).write_bytes(data)
+            (root / name).chmod(mode)
+
+
+@pytest.mark.usefixtures("fast")
+def test_apply_killed_anywhere_is_undone_or_done(root: Path) -> None:
+    before = files(root)
+    target = resolve(str(root))
+    new = changes(target.read, survey(target.read, load_edits()))
+
+    def work() -> None:
+        with write.locked(target):
+            write.apply(target, new, ["eplb-gloo-receive-staging"])
+
+    work()
+    after = files(root)
+    put(root, before)
+    seen = set()
+    for line in kills(work, lambda: put(root, before)):
+        with write.locked(target):
+            state = files(root)
+        assert state in (before, after), line
+        seen.add(state == after)
+        work()  # and the next apply completes it
+        assert files(root) == after, line
+    assert seen == {False, True}
+
+
+@pytest.mark.usefixtures("fast")
+def test_revert_killed_anywhere_is_undone_or_done(root: Path) -> None:
+    before = files(root)
+    target = resolve(str(root))
+    new = changes(target.read, survey(target.read, load_edits()))
+    with write.locked(target):
+        write.apply(target, new, ["eplb-gloo-receive-staging"])
+    after = files(root)
+
+    def work() -> None:
+        with write.locked(target):
+            write.revert(target)
+
+    for line in kills(work, lambda: put(root, after)):
+        with write.locked(target):
+            state = files(root)
+        assert state in (before, after), line
+        work()
+        assert files(root) == before, line
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_recovery_killed_anywhere_is_recovered(root: Path) -> None:
+    before = files(root)
+    target = resolve(str(root))
+    new = changes(target.read, survey(target.read, load_edits()))
+    line = 0
+    # The last state in which everything is renamed and the journal still there.
+    journal = root / INFO / write.JOURNAL
+    half = before
+    while kill_at(line := line + 1, lambda: write.apply(target, new, [])):
+        if journal.exists():
+            half = files(root)
+        put(root, before)
+    put(root, half)
+    for at in kills(lambda: write.recover(target), lambda: put(root, half)):
+        write.recover(target)
+        assert files(root) == before, at
+
+
+def test_a_killed_command_leaves_what_the_next_mends(root: Path, run: Run) -> None:
+    """The same through the command: what a kill leaves, status undoes."""
+    before = files(root)
+    target = resolve(str(root))
+    new = changes(target.read, survey(target.read, load_edits()))
+    line = 1
+    while True:
+        assert kill_at(line, lambda: write.apply(target, new, []))
+        if files(root)[min(EDITED)] != before[min(EDITED)]:
+            break  # one of three files is renamed into place
+        put(root, before)
+        line += 5
+    assert len({files(root)[n] == before[n] for n in EDITED}) == 2
+    status = run("status", root)
+    assert status.returncode == 1, status.stderr
+    assert files(root) == before
+
+
+def test_a_half_done_file_changed_by_hand_is_refused(root: Path, run: Run) -> None:
+    before = files(root)
+    target = resolve(str(root))
+    new = changes(target.read, survey(target.read, load_edits()))
+    line = 1
+    while files(root)[min(EDITED)] == before[min(EDITED)]:
+        put(root, before)
+        kill_at(line := line + 5, lambda: write.apply(target, new, []))
+    with (root / min(EDITED)).open("a") as file:
+        file.write("# mine\n")
+    half = files(root)
+    done = run("apply", root)
+    assert done.returncode == 2
+    assert "was changed while an interrupted run" in done.stderr
+    assert files(root) == half
+
+
+# What cannot be written.
+
+
+def test_a_read_only_folder(root: Path, run: Run) -> None:
+    before = files(root)
+    folders = [root, *(p for p in root.rglob("*") if p.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    try:
+        # Root may write anywhere, so that right is dropped.
+        drop = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+        prefix = (*drop, "--inh-caps=-all") if os.getuid() == 0 else ()
+        done = run("apply", root, prefix=prefix)
+        assert run("status", root, prefix=prefix).returncode == 1
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+    assert done.returncode == 2
+    assert "Permission denied, so nothing was changed; run as a user who" in done.stderr
+    assert files(root) == before
+
+
+def test_a_full_disk(root: Path) -> None:
+    """A limit on the size of a file ends a write in the middle, as a full disk does."""
+    before = files(root)
+    target = resolve(str(root))
+    new = changes(target.read, survey(target.read, load_edits()))
+    # Each file as it is would fit, the largest does not once it is edited.
+    limit = max(len(before[name][0]) for name in EDITED)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
+    try:
+        with pytest.raises(
+            BadInput, match="no room to write .*; free some and try again"
+        ):
+            write.apply(target, new, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert files(root) == before
+
+
+def test_a_full_temporary_folder(root: Path, run: Run) -> None:
+    before = files(root)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, 1_000))
+
+    done = run("apply", root, preexec_fn=limit)
+    assert done.returncode == 2, done.stderr
+    assert "cannot write temporary files" in done.stderr
+    assert files(root) == before
+
+
+def test_a_disk_that_fills_up(root: Path, tmp_path: Path, run: Run) -> None:
+    """The real thing, where this user may mount a small disk."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("needs a user who may mount a disk")
+    try:
+        small = disk / "vllm"
+        shutil.copytree(root, small)
+        free = shutil.disk_usage(disk).free
+        (disk / "filler").write_bytes(b"x" * max(free - 100_000, 0))
+        before = files(small)
+        done = run("apply", small)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "no room to write" in done.stderr
+        assert files(small) == before
+        (disk / "filler").unlink()
+        assert run("apply", small).returncode == 0
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_two_at_once(root: Path) -> None:
+    """Two commands on one tree wait for each other."""
+    command = [sys.executable, "-m", "vllm_pinned", "apply", str(root)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in "12"]
+    said = sorted(process.communicate()[0][:7] for process in both)
+    assert said == ["applied", "nothing"]
+    check_record(root)
