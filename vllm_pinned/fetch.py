@@ -53,7 +53,7 @@ def fetch(version: Version) -> Path:
             return path
     packages: list[Package] = []
     unreachable: Exception | None = None
-    for finder in _finders(pip_settings()):
+    for finder in finders(pip_settings()):
         try:
             packages += (
                 found := list(finder.find_all_packages("vllm", allow_yanked=True))
@@ -69,7 +69,7 @@ def fetch(version: Version) -> Path:
     raise BadInput(_unknown(version, packages))
 
 
-def _machine() -> str:
+def machine() -> str:
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
@@ -80,7 +80,7 @@ def _fits(filename: str, version: Version) -> bool:
     return (
         name == "vllm"
         and found == version
-        and any("linux" in t.platform and t.platform.endswith(_machine()) for t in tags)
+        and any("linux" in t.platform and t.platform.endswith(machine()) for t in tags)
     )
 
 
@@ -111,7 +111,7 @@ def pip_settings() -> dict[str, list[str]]:
     return merged
 
 
-def _finders(settings: dict[str, list[str]]) -> list[PackageFinder]:
+def finders(settings: dict[str, list[str]]) -> list[PackageFinder]:
     """One finder for each place that pip would look in, in its order."""
 
     def first(option: str) -> str | None:
@@ -200,7 +200,7 @@ def _unknown(version: Version, packages: list[Package]) -> str:
         )
     if version in versions:
         return (
-            f"vLLM {version} has no wheel for Linux on {_machine()}; "
+            f"vLLM {version} has no wheel for Linux on {machine()}; "
             "give another release or a wheel file"
         )
     newest = ", ".join(str(v) for v in sorted(versions, reverse=True)[:5])

@@ -389,7 +389,7 @@ def test_a_full_disk(root: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
         with pytest.raises(
-            BadInput, match="no room to write .*; free some and try again"
+            BadInput, match=r"no room to write .*; free some and try again"
         ):
             write.apply(target, new, [])
     finally:

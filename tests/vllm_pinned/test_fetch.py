@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetching releases: pip's settings, the cache, and what can go wrong."""
+
+import functools
+import hashlib
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from tests.vllm_pinned.conftest import Run
+from vllm_pinned import fetch
+from vllm_pinned.errors import BadInput
+
+NAME = f"vllm-0.33.0-cp38-abi3-manylinux_2_28_{fetch.machine()}.whl"
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """No settings of pip's but the ones that a test gives, and an empty cache."""
+    for name in [n for n in os.environ if n.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    given = {"PIP_CONFIG_FILE": os.devnull, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    return given
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A package index on this machine: its address, and the folder that it serves."""
+    folder = tmp_path / "index"
+    (folder / "simple/vllm").mkdir(parents=True)
+    handler = functools.partial(Quiet, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/simple/", folder
+        server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def publish(folder: Path, data: bytes, digest: str) -> None:
+    (folder / NAME).write_bytes(data)
+    (folder / "simple/vllm/index.html").write_text(
+        f'<a href="/{NAME}#sha256={digest}">{NAME}</a>'
+    )
+
+
+def test_the_cache_is_asked_first(wheels: dict[str, Path], run: Run) -> None:
+    """With a release in the cache, no index is needed."""
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_NO_INDEX": "1"}
+    assert wheels["0.33.0"].exists()
+    assert run("status", "0.33.0", env=nowhere).returncode == 1
+
+
+def test_an_unknown_release(run: Run) -> None:
+    done = run("wheel", "9.9.9")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "vllm-pinned: there is no vLLM 9.9.9; give a release such as "
+    )
+    assert "0.33.0" in line
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_network(run: Run, alone: dict[str, str], tmp_path: Path) -> None:
+    env = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple/"}
+    done = run("status", "0.33.0", env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "the package index cannot be reached (" in line
+    assert line.endswith("check the network and pip's settings, or give a wheel file")
+    assert not (tmp_path / "cache/vllm-pinned").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_no_index_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(BadInput, match="lead to no vLLM at all"):
+        fetch.fetch(Version("0.33.0"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_from_an_index_into_the_cache(
+    index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url, folder = index
+    publish(folder, b"a wheel", hashlib.sha256(b"a wheel").hexdigest())
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")  # down
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", url)
+    path = fetch.fetch(Version("0.33.0"))
+    assert path == tmp_path / "cache/vllm-pinned" / NAME
+    assert path.read_bytes() == b"a wheel"
+    (folder / NAME).unlink()
+    assert fetch.fetch(Version("0.33.0")) == path
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrong_hash(
+    index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url, folder = index
+    publish(folder, b"tampered with", hashlib.sha256(b"a wheel").hexdigest())
+    monkeypatch.setenv("PIP_INDEX_URL", url)
+    with pytest.raises(BadInput, match=r"is not what the index promises .*try again"):
+        fetch.fetch(Version("0.33.0"))
+    assert not list((tmp_path / "cache/vllm-pinned").iterdir())
+
+
+@pytest.mark.usefixtures("alone")
+def test_from_find_links(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"a wheel")
+    monkeypatch.setenv("PIP_FIND_LINKS", f"{tmp_path / 'missing'} {tmp_path}")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert fetch.fetch(Version("0.33.0")) == tmp_path / NAME
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_architecture(
+    index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, folder = index
+    publish(folder, b"a wheel", hashlib.sha256(b"a wheel").hexdigest())
+    monkeypatch.setenv("PIP_INDEX_URL", url)
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(
+        BadInput, match="has no wheel for Linux on riscv64; give another"
+    ):
+        fetch.fetch(Version("0.33.0"))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_cache_that_cannot_be_written(
+    index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url, folder = index
+    publish(folder, b"a wheel", hashlib.sha256(b"a wheel").hexdigest())
+    monkeypatch.setenv("PIP_INDEX_URL", url)
+    (tmp_path / "cache").write_text("a file where the folder should be\n")
+    with pytest.raises(
+        BadInput, match=r"cannot write to the cache .*set XDG_CACHE_HOME"
+    ):
+        fetch.fetch(Version("0.33.0"))
+
+
+def test_pips_settings_are_merged(
+    alone: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "pip.conf"
+    config.write_text(
+        "[global]\nindex-url = https://a.example/simple\ntimeout = 5\n"
+        "[download]\ntimeout = 7\n[install]\ntimeout = 9\n"
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "a.example b.example")
+    settings = fetch.pip_settings()
+    assert settings["index-url"] == ["https://a.example/simple"]
+    assert settings["timeout"] == ["7"]
+    assert settings["trusted-host"] == ["a.example", "b.example"]
+    assert alone["PIP_CONFIG_FILE"] == os.devnull
+
+
+@pytest.mark.usefixtures("alone")
+def test_settings_that_pip_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (config := tmp_path / "pip.conf").write_text("index-url = no section\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
+    with pytest.raises(BadInput, match=r"pip cannot read its settings .*mend them"):
+        fetch.pip_settings()

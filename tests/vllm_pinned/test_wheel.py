@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patched wheel: what is in it, and that installers take it."""
+
+import base64
+import csv
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import parse_wheel_filename
+
+from tests.vllm_pinned.conftest import Run
+from vllm_pinned import __version__, wheel
+from vllm_pinned.edits import load_edits
+from vllm_pinned.errors import BadInput
+from vllm_pinned.survey import changes, survey
+from vllm_pinned.target import resolve
+
+BOTH_ENDS = ("0.26.0", "0.33.0")
+
+
+@pytest.fixture(scope="session")
+def packed(
+    wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """The patched wheel of a release, made once by the command."""
+    made: dict[str, Path] = {}
+
+    def pack(release: str) -> Path:
+        if release not in made:
+            out = tmp_path_factory.mktemp("out")
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "vllm_pinned", "wheel"),
+                    *(release, "--out", str(out)),
+                ],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            names = sorted(path.name for path in out.iterdir())
+            assert done.stdout.split() == [str(out / name) for name in names]
+            made[release] = out / names[0]
+        return made[release]
+
+    return pack
+
+
+@pytest.mark.parametrize("release", BOTH_ENDS)
+def test_only_edited_entries_differ(
+    wheels: dict[str, Path], packed: Callable[[str], Path], release: str
+) -> None:
+    target = resolve(str(wheels[release]))
+    new = changes(target.read, survey(target.read, load_edits()))
+    version = f"{release}+pinned.{__version__}"
+    old_info, new_info = f"vllm-{release}.dist-info", f"vllm-{version}.dist-info"
+    with (
+        zipfile.ZipFile(wheels[release]) as released,
+        zipfile.ZipFile(packed(release)) as ours,
+    ):
+        assert ours.testzip() is None
+        assert ours.namelist() == [
+            name.replace(old_info, new_info) for name in released.namelist()
+        ]
+        differ = set()
+        for before, after in zip(released.infolist(), ours.infolist(), strict=True):
+            assert before.external_attr == after.external_attr
+            assert before.date_time == after.date_time
+            if (before.CRC, before.file_size) != (after.CRC, after.file_size):
+                differ.add(before.filename)
+        assert differ == set(new) | {f"{old_info}/METADATA", f"{old_info}/RECORD"}
+        for path, text in new.items():
+            assert ours.read(path) == text
+        metadata = released.read(f"{old_info}/METADATA").decode()
+        assert ours.read(f"{new_info}/METADATA").decode() == metadata.replace(
+            f"\nVersion: {release}\n", f"\nVersion: {version}\n", 1
+        )
+
+
+@pytest.mark.parametrize("release", BOTH_ENDS)
+def test_record_is_right_for_every_entry(
+    packed: Callable[[str], Path], release: str
+) -> None:
+    with zipfile.ZipFile(packed(release)) as ours:
+        (record,) = (n for n in ours.namelist() if n.endswith(".dist-info/RECORD"))
+        rows = list(csv.reader(ours.read(record).decode().splitlines()))
+        assert [row[0] for row in rows].count(record) == 1
+        assert {row[0] for row in rows} == set(ours.namelist())
+        for name, digest, size in rows:
+            if name == record:
+                assert (digest, size) == ("", "")
+                continue
+            with ours.open(name) as entry:
+                found = hashlib.file_digest(entry, "sha256").digest()  # type: ignore[arg-type]
+            text = base64.urlsafe_b64encode(found).decode().rstrip("=")
+            assert (digest, size) == (
+                f"sha256={text}",
+                str(ours.getinfo(name).file_size),
+            )
+
+
+def test_the_same_wheel_twice(packed: Callable[[str], Path], tmp_path: Path) -> None:
+    target = resolve("0.33.0")
+    new = changes(target.read, survey(target.read, load_edits()))
+    again, _ = wheel.pack(target, new, b"", tmp_path)
+    first = packed("0.33.0")
+    assert again.name == first.name
+    with again.open("rb") as one, first.open("rb") as two:
+        assert (
+            hashlib.file_digest(one, "sha256").digest()
+            == hashlib.file_digest(two, "sha256").digest()
+        )
+
+
+def test_the_version(packed: Callable[[str], Path]) -> None:
+    name, version, _, _ = parse_wheel_filename(packed("0.33.0").name)
+    assert (name, str(version)) == ("vllm", f"0.33.0+pinned.{__version__}")
+    assert version in Requirement("vllm==0.33.0").specifier
+    assert wheel.pinned_version("0.33.0+cu129") == f"0.33.0+cu129.pinned.{__version__}"
+
+
+def test_the_diff_beside_it(packed: Callable[[str], Path], run: Run) -> None:
+    path = packed("0.33.0")
+    (patch,) = path.parent.glob("*.diff")
+    assert patch.name == f"vllm-0.33.0+pinned.{__version__}.diff"
+    assert patch.read_text() == run("diff", "0.33.0").stdout
+
+
+def test_a_patched_wheel_needs_nothing(
+    packed: Callable[[str], Path], run: Run, tmp_path: Path
+) -> None:
+    path = packed("0.33.0")
+    status = run("status", path)
+    assert status.returncode == 0
+    assert "patched (built by `vllm-pinned wheel`)" in status.stdout
+    done = run("wheel", path, "--out", tmp_path / "out")
+    assert (done.returncode, (tmp_path / "out").exists()) == (0, False)
+    assert "needs no edit" in done.stdout
+
+
+def test_it_installs_and_says_what_it_is(
+    packed: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The whole of vLLM is installed: pip and its own command see a good installation."""
+    python = tmp_path / "env/bin/python"
+    environment = {**os.environ}
+    environment.pop("VIRTUAL_ENV", None)
+    if not Path("/dev/nvidiactl").exists():
+        # Without a GPU vLLM's command has to be told what it is for.
+        environment["VLLM_TARGET_DEVICE"] = "cpu"
+
+    def run(*command: object) -> str:
+        done = subprocess.run(
+            [*map(str, command)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    uv = (sys.executable, "-m", "uv")
+    run(*uv, "venv", "--seed", "--python", sys.executable, tmp_path / "env")
+    run(*uv, "pip", "install", "--python", python, "vllm==0.33.0")
+    run(python, "-m", "pip", "install", "--no-deps", packed("0.33.0"))
+    version = f"0.33.0+pinned.{__version__}"
+    assert f"Version: {version}\n" in run(python, "-m", "pip", "show", "vllm")
+    assert "No broken requirements" in run(python, "-m", "pip", "check")
+    assert "satisfied" in run(
+        python, "-m", "pip", "install", "--no-deps", "--dry-run", "vllm==0.33.0"
+    )
+    command = (python, "-m", "vllm.entrypoints.cli.main", "--version")
+    assert run(*command).splitlines()[-1] == version
+    shutil.rmtree(tmp_path / "env")  # 9 GB
+
+
+# What is no good wheel.
+
+
+def test_a_truncated_wheel(wheels: dict[str, Path], run: Run, tmp_path: Path) -> None:
+    bad = tmp_path / wheels["0.33.0"].name
+    with wheels["0.33.0"].open("rb") as file:
+        bad.write_bytes(file.read(1_000_000))
+    for command in ("status", "diff", "wheel"):
+        done = run(command, bad, cwd=tmp_path)
+        assert done.returncode == 2
+        assert "cannot be read as a wheel" in done.stderr
+        assert done.stderr.rstrip().endswith("download it again")
+    assert [path.name for path in tmp_path.iterdir()] == [bad.name]
+
+
+def test_a_damaged_wheel(wheels: dict[str, Path], run: Run, tmp_path: Path) -> None:
+    """One bit in the middle of an entry that is not edited."""
+    bad = tmp_path / wheels["0.26.0"].name
+    shutil.copy(wheels["0.26.0"], bad)
+    with bad.open("r+b") as file:
+        file.seek(bad.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    done = run("wheel", bad, "--out", tmp_path / "out")
+    assert done.returncode == 2, done.stdout
+    assert "is damaged (" in done.stderr
+    assert done.stderr.rstrip().endswith("download it again")
+    assert not list((tmp_path / "out").iterdir())
+
+
+def small_wheel(path: Path, entries: dict[str, str]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in entries.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "said"),
+    [
+        ("vllm-0.33.0-py3-none-any.whl", None, "cannot be read as a wheel"),
+        ("vllm-0.33.0-py3-none-any.whl", {"x": ""}, "is no whole wheel of vLLM"),
+        (
+            "vllm-0.33.0-py3-none-any.whl",
+            {"vllm/__init__.py": "", "vllm-0.33.0.dist-info/METADATA": ""},
+            "is no whole wheel of vLLM",
+        ),
+        ("torch-2.11.0-py3-none-any.whl", {"x": ""}, "is a wheel of torch"),
+        ("vllm.zip", {"x": ""}, "is no wheel by its name"),
+        ("vllm-0.33.0.tar.gz", None, "is no wheel by its name"),
+    ],
+)
+def test_no_wheel_of_vllm(
+    tmp_path: Path, run: Run, name: str, entries: dict[str, str] | None, said: str
+) -> None:
+    path = tmp_path / name
+    if entries is None:
+        path.write_text("not a zip\n")
+    else:
+        small_wheel(path, entries)
+    done = run("wheel", path, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_entry_that_record_does_not_know(tmp_path: Path) -> None:
+    info = "vllm-0.33.0.dist-info"
+    path = small_wheel(
+        tmp_path / "vllm-0.33.0-py3-none-any.whl",
+        {
+            "vllm/__init__.py": "",
+            f"{info}/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\n",
+            f"{info}/RECORD": f"{info}/RECORD,,\n",
+        },
+    )
+    with pytest.raises(BadInput, match="has no hash in RECORD"):
+        wheel.pack(resolve(str(path)), {}, b"", tmp_path / "out")
+
+
+def test_no_room_for_the_wheel(wheels: dict[str, Path], tmp_path: Path) -> None:
+    target = resolve(str(wheels["0.33.0"]))
+    out = tmp_path / "out"
+    out.write_text("a file where the folder should be\n")
+    with pytest.raises(
+        BadInput, match=r"cannot write .*; free some room, or give another"
+    ):
+        wheel.pack(target, {}, b"", out)
+    assert out.read_text() == "a file where the folder should be\n"
+
+
+def test_a_killed_pack_leaves_no_wheel(run: Run, tmp_path: Path) -> None:
+    done = run(
+        "wheel", "0.33.0", "--out", tmp_path, prefix=("timeout", "-s", "KILL", "2")
+    )
+    assert done.returncode != 0
+    assert not [p for p in tmp_path.iterdir() if not p.name.endswith(".part")]
+    assert run("wheel", "0.33.0", "--out", tmp_path).returncode == 0
+    assert len([*tmp_path.iterdir()]) == 2
