@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show that the regressions can fail: unpatched, and under mutations of the cure.
+
+    python tests/controls/run.py UNPATCHED PATCHED [REGRESSION ...]
+                                 [--mutations] [--upstream TESTS]
+
+UNPATCHED and PATCHED are folders that hold the `vllm/` of one release, without the
+edits and with them. Runs each regression on both and prints a table. A regression
+that guards an edit is named `test_pinned_...`: unpatched it must fail with what the
+fault does (the sync check's message, a blocked host, wrong values), patched it must
+pass; one that passes on both is vacuous. REGRESSION, a part of a file's name, leaves
+out all others. Where the two trees have the same file, the
+cure came with the release, and its regressions must pass on both.
+
+--mutations also breaks the cure in ways that look like a cure; each must be caught.
+--upstream also runs vLLM's own tests of these parts, from the folder `tests` of its
+source distribution, and lists where the two trees differ.
+
+Exits with 1 where any of that does not hold. Needs what vLLM imports, and for most
+regressions an NVIDIA GPU of compute capability 9.x; without one they are skipped.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TIMEOUT = 480  # seconds, for one file of tests: a rank that hangs
+JOBS = max(1, (os.cpu_count() or 1) // 4)
+
+EPLB = "vllm/distributed/eplb/eplb_communicator.py"
+SPARSE = "vllm/model_executor/layers/attention/sparse_mla_attention.py"
+DENSE = "vllm/model_executor/layers/attention/mla_attention.py"
+SM90 = "vllm/v1/attention/backends/mla/flashinfer_mla_sparse_sm90.py"
+SYNC_CHECK = "vllm/utils/gpu_sync_debug.py"
+
+# The regressions, and the edited files that each guards.
+REGRESSIONS = {
+    "distributed/test_eplb_gloo_staging.py": (EPLB,),
+    "v1/attention/test_mla_context_lens.py": (SPARSE, DENSE),
+    "v1/attention/test_flashinfer_mla_sparse_sm90_plan.py": (SM90,),
+}
+# What a fault does: only such a failure shows that a regression sees it.
+FAULT = re.compile("not pinned|from pageable memory|waited for|not their own")
+UPSTREAM = (
+    "distributed/test_eplb_execute.py",
+    "v1/attention/test_mla_context_chunks.py",
+    "v1/attention/test_flashinfer_mla_sparse_sm90.py",
+)
+
+SCRATCH = '''
+
+
+_scratch = {}
+
+
+def scratch(tensor, *key):
+    """Pinned memory that is used again by the next call: kind B."""
+    key = (*key, tensor.shape, tensor.dtype)
+    if key not in _scratch:
+        _scratch[key] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return _scratch[key]
+'''
+ALLOWED = '''
+
+
+def allowed(function):
+    """Hide what `function` does from the strict check."""
+    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+
+    def call(*args, **kwargs):
+        with gpu_sync_allowed():
+            return function(*args, **kwargs)
+
+    return call
+'''
+END = r"\Z"
+SM90_CALL = r"(?m)^( +)self\.wrapper\.plan\("
+SM90_PIN = r"buffer\.pin_memory\(\) if PIN_MEMORY else buffer\n"
+EPLB_PINNED = r'torch\.empty_like\(\s*tensor, device="cpu", pin_memory=PIN_MEMORY\s*\)'
+EPLB_COPY = r"dst_tensor\.copy_\(cpu_tensor, non_blocking=True\)"
+LENS_PINNED = (
+    r"torch\.empty\(\s*(num_prefills), (dtype=\S+), pin_memory=PIN_MEMORY\s*\)"
+)
+LENS_SUBTRACT = (
+    r"torch\.subtract\(((?:[^()]|\[[^]]*\])*?),\s*out=context_lens_cpu,\s*\)"
+)
+LENS_COPY = r"context_lens_cpu\.to\(device, non_blocking=True\)"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A cure that is none: (pattern, replacement) by file, and who must catch it."""
+
+    name: str
+    changes: dict[str, list[tuple[str, str]]]
+    regression: str
+
+
+def _of(number: int) -> str:
+    return list(REGRESSIONS)[number]
+
+
+MUTATIONS = (
+    Mutation(
+        "SM90: the reused buffers are pinned, not the copies",
+        {
+            SM90: [
+                (
+                    r"(?m)^( +)qo_cpu, kv_cpu, lens_cpu = \($",
+                    r"\1if not self._qo_cpu.is_pinned():\n"
+                    r"\1    self._qo_cpu = self._qo_cpu.pin_memory()\n"
+                    r"\1    self._kv_cpu = self._kv_cpu.pin_memory()\n"
+                    r"\1    self._lens_cpu = self._lens_cpu.pin_memory()\n\g<0>",
+                )
+            ]
+        },
+        _of(2),
+    ),
+    Mutation(
+        "SM90: two of three are pinned",
+        {SM90: [(SM90_CALL, r"\1lens_cpu = self._lens_cpu\n\g<0>")]},
+        _of(2),
+    ),
+    Mutation(
+        "SM90: a reused pinned scratch",
+        {
+            SM90: [
+                (SM90_PIN, "scratch(buffer, id(buffer)).copy_(buffer)\n"),
+                (END, SCRATCH),
+            ]
+        },
+        _of(2),
+    ),
+    Mutation(
+        "SM90: the copies are allowed to synchronise",
+        {
+            SM90: [
+                (SM90_PIN, "buffer\n"),
+                (SM90_CALL, r"\1allowed(self.wrapper.plan)("),
+                (END, ALLOWED),
+            ]
+        },
+        _of(2),
+    ),
+    Mutation(
+        "SM90: the strict check only warns",
+        {SM90: [], SYNC_CHECK: [(r'mode == "error"', 'mode == "never"')]},
+        _of(2),
+    ),
+    Mutation(
+        "EPLB: a reused pinned scratch",
+        {EPLB: [(EPLB_PINNED, "scratch(tensor, len(recv_staging))"), (END, SCRATCH)]},
+        _of(0),
+    ),
+    Mutation(
+        "EPLB: the copies are allowed to synchronise",
+        {
+            EPLB: [
+                (EPLB_PINNED, 'torch.empty_like(tensor, device="cpu")'),
+                (EPLB_COPY, "allowed(dst_tensor.copy_)(cpu_tensor, non_blocking=True)"),
+                (END, ALLOWED),
+            ]
+        },
+        _of(0),
+    ),
+    Mutation(
+        "EPLB: the copies are synchronous",
+        {EPLB: [(EPLB_COPY, "dst_tensor.copy_(cpu_tensor)")]},
+        _of(0),
+    ),
+    Mutation(
+        "context lengths: out= is dropped",
+        {SPARSE: [(LENS_SUBTRACT, r"torch.subtract(\1)")]},
+        _of(1),
+    ),
+    Mutation(
+        "context lengths: a reused pinned scratch",
+        {
+            SPARSE: [
+                (
+                    LENS_PINNED,
+                    r"scratch(torch.empty(self.vllm_config.scheduler_config"
+                    r".max_num_seqs, \2))[:\1]",
+                ),
+                (END, SCRATCH),
+            ]
+        },
+        _of(1),
+    ),
+    Mutation(
+        "context lengths: the copy is allowed to synchronise",
+        {
+            SPARSE: [(LENS_PINNED, r"torch.empty(\1, \2)")],
+            DENSE: [
+                (LENS_COPY, "allowed(context_lens_cpu.to)(device, non_blocking=True)"),
+                (END, ALLOWED),
+            ],
+        },
+        _of(1),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended: passed, failed, skipped or xfailed; why, and in full."""
+
+    result: str
+    message: str = ""
+    report: str = ""
+
+
+Outcomes = dict[str, Outcome]
+
+
+def run_tests(tree: Path, test_file: Path) -> Outcomes:
+    """Run one file of tests with the vLLM of `tree`; how each test ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        path = os.pathsep.join(
+            p for p in (str(tree), os.environ.get("PYTHONPATH")) if p
+        )
+        command = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+                *("-c", os.devnull, "--rootdir", folder, f"--junitxml={report}"),
+                *("-W", "ignore::pytest.PytestUnknownMarkWarning", str(test_file)),
+            ],
+            env={**os.environ, "PYTHONPATH": path, "VLLM_GPU_SYNC_CHECK": "error"},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said, _ = command.communicate(timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(command.pid, signal.SIGKILL)
+            said = f"killed after {TIMEOUT} s\n" + command.communicate()[0]
+        if not report.exists():
+            return {"(collection)": Outcome("failed", said[-300:], said)}
+        return {
+            case.get("name", ""): _outcome(case)
+            for case in ET.parse(report).iter("testcase")
+        }
+
+
+def _outcome(case: ET.Element) -> Outcome:
+    for tag, result in (
+        ("failure", "failed"),
+        ("error", "failed"),
+        ("skipped", "skipped"),
+    ):
+        if (found := case.find(tag)) is not None:
+            if found.get("type") == "pytest.xfail":
+                result = "xfailed"
+            return Outcome(result, found.get("message", ""), found.text or "")
+    return Outcome("passed")
+
+
+def same_file(unpatched: Path, patched: Path, path: str) -> bool:
+    """Whether the edit of `path` changed nothing: cured by the release, or absent."""
+    one, other = unpatched / path, patched / path
+    if not one.exists() or not other.exists():
+        return one.exists() == other.exists()
+    return one.read_bytes() == other.read_bytes()
+
+
+def verdict(name: str, guards: bool, before: Outcome, after: Outcome) -> str:
+    """What is wrong with a regression that ended so, empty if nothing."""
+    if after.result == "failed":
+        return "fails patched"
+    if "skipped" in (before.result, after.result):
+        return "" if before.result == after.result else "skipped on one tree only"
+    if not name.startswith("test_pinned_"):
+        return ""
+    if not guards:
+        return "" if before.result == "passed" else "fails, but the trees are alike"
+    if before.result != "failed":
+        return "vacuous: passes unpatched"
+    if not FAULT.search(before.message):
+        return "unpatched it fails for another reason"
+    return ""
+
+
+def compare(
+    unpatched: Path, patched: Path, files: list[str]
+) -> tuple[dict[str, Outcomes], list[str]]:
+    """Run regressions on both trees, print the table; patched outcomes and ills."""
+    with ThreadPoolExecutor(JOBS) as pool:
+        ran = {
+            (file, tree): pool.submit(run_tests, tree, TESTS / file)
+            for file in files
+            for tree in (unpatched, patched)
+        }
+    ills: list[str] = []
+    print(f"{'test':78} {'unpatched':>10} {'patched':>10}")
+    for file in files:
+        paths = REGRESSIONS[file]
+        guards = not all(same_file(unpatched, patched, path) for path in paths)
+        before, after = ran[file, unpatched].result(), ran[file, patched].result()
+        print(f"{file}{'' if guards else ' (cured by the release, or absent)'}")
+        for name in sorted({*before, *after}):
+            one = before.get(name, Outcome("skipped", "not run"))
+            other = after.get(name, Outcome("skipped", "not run"))
+            ill = verdict(name, guards, one, other)
+            print(f"  {name:76} {one.result:>10} {other.result:>10} {ill}")
+            if ill:
+                ills.append(f"{name}: {ill}")
+                failed = other if other.result == "failed" else one
+                print("\n".join(failed.report.splitlines()[-25:]))
+    return {file: ran[file, patched].result() for file in files}, ills
+
+
+def mutate(patched: Path, mutation: Mutation, root: Path) -> bool:
+    """Make `root` the patched tree with the mutation; False where it has no place."""
+    if not all((patched / path).exists() for path in mutation.changes):
+        return False
+    shutil.copytree(patched / "vllm", root / "vllm", copy_function=os.link)
+    for path, changes in mutation.changes.items():
+        text = (root / path).read_text()
+        for pattern, new in changes:
+            text, count = re.subn(pattern, new, text)
+            if not count:
+                return False
+        (root / path).unlink()  # a link to the patched tree's file
+        (root / path).write_text(text)
+        compile(text, path, "exec")
+    return True
+
+
+def run_mutations(patched: Path, sound: dict[str, Outcomes]) -> list[str]:
+    """Run each mutation and print what catches it; those that nothing catches."""
+
+    def run(mutation: Mutation, root: Path) -> list[str] | None:
+        root.mkdir()
+        if not mutate(patched, mutation, root):
+            return None
+        passed = {
+            n for n, o in sound[mutation.regression].items() if o.result == "passed"
+        }
+        found = run_tests(root, TESTS / mutation.regression)
+        return sorted(
+            n
+            for n in passed | {"(collection)"}
+            if n in found and found[n].result == "failed"
+        )
+
+    with (
+        tempfile.TemporaryDirectory(dir=patched.parent) as folder,
+        ThreadPoolExecutor(JOBS) as pool,
+    ):
+        caught = {
+            mutation.name: pool.submit(run, mutation, Path(folder, str(number)))
+            for number, mutation in enumerate(MUTATIONS)
+            if mutation.regression in sound
+        }
+    missed = []
+    print("\nmutation of the cure, and what catches it")
+    for name, future in caught.items():
+        tests = future.result()
+        if tests is None:
+            said = "no place for it in this release"
+        elif not tests:
+            said = "NOT CAUGHT"
+            missed.append(f"{name}: not caught")
+        else:
+            more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+            said = tests[0] + more
+        print(f"  {name:56} {said}")
+    return missed
+
+
+def run_upstream(unpatched: Path, patched: Path, folder: Path) -> None:
+    """Run vLLM's own tests on both trees; print counts and every difference."""
+    names = [name for name in UPSTREAM if (folder / name).exists()]
+    with ThreadPoolExecutor(JOBS) as pool:
+        ran = {
+            (name, tree): pool.submit(run_tests, tree, folder / name)
+            for name in names
+            for tree in (unpatched, patched)
+        }
+    print("\nvLLM's own tests (unpatched; patched)")
+    for name in names:
+        before, after = ran[name, unpatched].result(), ran[name, patched].result()
+        print(f"  {name}: {_counts(before)}; {_counts(after)}")
+        for test in sorted({*before, *after}):
+            pair = before.get(test), after.get(test)
+            results = [outcome.result if outcome else "not run" for outcome in pair]
+            if results[0] != results[1]:
+                print(f"    {test}: {results[0]}; {results[1]}")
+
+
+def _counts(outcomes: Outcomes) -> str:
+    results = [outcome.result for outcome in outcomes.values()]
+    return ", ".join(f"{results.count(r)} {r}" for r in sorted(set(results))) or "none"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("unpatched", type=lambda text: Path(text).resolve())
+    parser.add_argument("patched", type=lambda text: Path(text).resolve())
+    parser.add_argument("regressions", nargs="*", metavar="REGRESSION", default=[""])
+    parser.add_argument("--mutations", action="store_true")
+    parser.add_argument("--upstream", type=lambda text: Path(text).resolve())
+    arguments = parser.parse_args()
+    for tree in (arguments.unpatched, arguments.patched):
+        if not (tree / "vllm/__init__.py").is_file():
+            parser.error(f"{tree} holds no vllm/; give the folder that does")
+    files = [f for f in REGRESSIONS if any(r in f for r in arguments.regressions)]
+    sound, ills = compare(arguments.unpatched, arguments.patched, files)
+    if arguments.mutations:
+        ills += run_mutations(arguments.patched, sound)
+    if arguments.upstream:
+        run_upstream(arguments.unpatched, arguments.patched, arguments.upstream)
+    print()
+    together = {f"{f}/{n}": o for f, found in sound.items() for n, o in found.items()}
+    print(f"patched: {_counts(together)}; {len(ills)} complaints")
+    reasons = Counter(
+        o.message.splitlines()[0] for o in together.values() if o.result == "skipped"
+    )
+    for reason, count in reasons.items():
+        print(f"  {count} skipped: {reason}")
+    for ill in ills:
+        print(f"  {ill}")
+    return int(bool(ills))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
