@@ -52,6 +52,11 @@ class Edit:
         return self.document["message"]  # type: ignore[no-any-return]
 
     @property
+    def regression(self) -> str:
+        """The test that fails without the edit, relative to the root, with `/`."""
+        return self.metadata["regression"]  # type: ignore[no-any-return]
+
+    @property
     def title(self) -> str:
         return self.metadata["title"]  # type: ignore[no-any-return]
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_pinned import __version__
+from vllm_pinned.edits import edits_folder
 from vllm_pinned.errors import BadInput
 from vllm_pinned.survey import Finding, Read, State, render
 from vllm_pinned.target import Target
@@ -100,15 +101,16 @@ def diff(read: Read, changes: Mapping[str, bytes]) -> bytes:
     parts = []
     for path, new in sorted(changes.items()):
         old = read(path)
-        assert old is not None  # edits change files, they make none
         lines = difflib.diff_bytes(
             difflib.unified_diff,
-            _lines(old),
+            _lines(old or b""),
             _lines(new),
-            f"a/{path}".encode(),
+            b"/dev/null" if old is None else f"a/{path}".encode(),
             f"b/{path}".encode(),
         )
         parts.append(f"diff --git a/{path} b/{path}\n".encode())
+        if old is None:
+            parts.append(b"new file mode 100644\n")
         parts += [
             line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n"
             for line in lines
@@ -164,20 +166,31 @@ def git_author() -> Author:
 def series(read: Read, findings: Iterable[Finding], author: Author) -> dict[str, bytes]:
     """One mail patch for each needed edit, each on top of the one before.
 
+    A patch also adds the regression of its edit, where neither the tree nor an earlier
+    patch has it.
+
     Returns:
         The patches by file name, `0001-....patch` and so on.
 
     """
     needed = [f for f in findings if f.state is State.NEEDED]
     date = formatdate(localtime=True)
+    tests = edits_folder()
+    tree: dict[str, bytes] = {}
+
+    def read_patched(path: str) -> bytes | None:
+        return tree.get(path) or read(path)
+
     done: list[Finding] = []
     result = {}
     for number, finding in enumerate(needed, start=1):
-        path = finding.edit.path
-        before = _with(read, path, done)
         done.append(finding)
-        after = _with(read, path, done)
-        body = diff(lambda _, before=before: before, {path: after})  # type: ignore[misc]
+        path, regression = finding.edit.path, finding.edit.regression
+        changes = {path: _with(read, path, done)}
+        if read_patched(regression) is None:
+            changes[regression] = (tests / regression).read_bytes()
+        body = diff(read_patched, changes)
+        tree |= changes
         slug = re.sub(r"\W+", "-", finding.edit.title).strip("-")
         result[f"{number:04}-{slug[:52].rstrip('-')}.patch"] = _mail(
             finding, body, author, date, f"[PATCH {number}/{len(needed)}]"
@@ -207,7 +220,7 @@ def _mail(finding: Finding, body: bytes, author: Author, date: str, tag: str) ->
         f"{references}\n"
         f"Signed-off-by: {author}\n"
         "---\n"
-        f" {finding.edit.path}\n\n"
+        "\n"
     )
     return head.encode() + body + b"-- \nvllm-pinned " + __version__.encode() + b"\n\n"
 

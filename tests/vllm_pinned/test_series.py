@@ -80,7 +80,12 @@ def test_git_am_of_the_series_equals_apply(
     try:
         _git(root, "am", "--keep-non-patch", *map(str, patches))
         assert {path: (root / path).read_bytes() for path in expected} == expected
-        assert _git(root, "diff", "--name-only", base).split() == sorted(expected)
+        tests = {edit.regression for edit in needed}
+        changed = set(_git(root, "diff", "--name-only", base).split())
+        assert changed == set(expected) | tests
+        for test in tests:
+            ours = Path(__file__).parents[2] / test
+            assert (root / test).read_bytes() == ours.read_bytes()
         log = _git(
             root, "log", "--reverse", "--format=%an <%ae>%x00%B%x01", f"{base}.."
         )
