@@ -82,6 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(f"vllm-pinned: {error}", file=sys.stderr)
         return 2
+    except PermissionError as error:
+        print(
+            f"vllm-pinned: cannot read {error.filename} ({error.strerror}); "
+            "run as a user who may",
+            file=sys.stderr,
+        )
+        return 2
     except BrokenPipeError:
         # The reader of our output has gone; keep Python from saying so at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

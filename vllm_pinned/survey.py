@@ -232,13 +232,15 @@ def _ast_grep(
     program = str(beside) if beside.is_file() else shutil.which("ast-grep")
     if program is None:
         raise BadInput("ast-grep is not installed; run `pip install ast-grep-cli`")
+    # JSON is YAML, and a file has room for more than an argument has.
     text = "\n---\n".join(json.dumps(rule) for rule in rules)
+    Path(folder, "rules.yml").write_text(text, encoding="utf-8")
     ignore = [
         f"--no-ignore={kind}"
         for kind in ("hidden", "dot", "exclude", "global", "parent", "vcs")
     ]
     return subprocess.run(
-        [program, "scan", "--json=compact", *ignore, "--inline-rules", text, "vllm"],
+        [program, "scan", "--json=compact", *ignore, "--rule", "rules.yml", "vllm"],
         cwd=folder,
         capture_output=True,
         check=False,
@@ -304,7 +306,7 @@ def _finding(
         )
     try:
         bound = _import_state(edit, source, read)
-    except SyntaxError as error:
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         return drifted(f"the file does not parse: {error}")
     if cured:
         if bound is False:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input: one sentence that ends in what to do, exit 2, and nothing changed."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,24 @@ def test_a_file_that_is_no_text(tree: Callable[[str], Path], run: Run) -> None:
     assert done.returncode == 2
     assert "edit eplb-gloo-receive-staging has drifted" in done.stderr
     assert files(root) == before
+
+
+@pytest.mark.parametrize("below", ["", "vllm", EPLB])
+def test_what_may_not_be_read(
+    tree: Callable[[str], Path], run: Run, below: str
+) -> None:
+    root = tree("0.29.0")
+    mode = (root / below).stat().st_mode
+    (root / below).chmod(0)
+    try:
+        # Root may read anything, so that right is dropped.
+        drop = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+        prefix = (*drop, "--inh-caps=-all") if os.getuid() == 0 else ()
+        said = sentence(run("status", root, prefix=prefix))
+    finally:
+        (root / below).chmod(mode)
+    assert "cannot read " in said
+    assert said.endswith("run as a user who may")
 
 
 def test_a_damaged_manifest(tree: Callable[[str], Path], run: Run) -> None:
