@@ -17,6 +17,7 @@ import httpx2
 from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 from platformdirs import user_cache_path
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -149,7 +150,10 @@ def _download(finder: PackageFinder, package: Package, cache: Path) -> Path:
     """Download into the cache; the file appears there whole and checked."""
     link = package.link
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), transient=True) as progress:
+    console = Console(stderr=True)  # stdout is for results alone
+    with Progress(
+        *columns, TransferSpeedColumn(), console=console, transient=True
+    ) as progress:
         task = progress.add_task(link.filename, total=None)
 
         def report(link: Link, completed: int, total: int | None) -> None:
