@@ -391,12 +391,19 @@ def test_a_reused_pinned_buffer_is_a_cure_where_the_host_reads_it() -> None:
     assert look("sparse-mla-context-lens", REUSED, helper) is State.PRESENT
 
 
-def test_a_reused_pinned_buffer_that_is_copied_asynchronously_is_drift() -> None:
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "context_lens_cpu.to(device, non_blocking=True)",
+        "out.copy_(context_lens_cpu, non_blocking=True)",
+        "async_tensor_h2d(context_lens_cpu, device=device)",
+    ],
+)
+def test_a_reused_pinned_buffer_that_is_copied_asynchronously_is_drift(
+    copy: str,
+) -> None:
     """Kind B: the next build would rewrite what this build's copy still reads."""
-    helper = {
-        MLA_ATTENTION: "def build(context_lens_cpu, device):\n"
-        "    return context_lens_cpu.to(device, non_blocking=True)\n"
-    }
+    helper = {MLA_ATTENTION: f"def build(context_lens_cpu, device):\n    {copy}\n"}
     (finding,) = survey(
         reader("sparse-mla-context-lens", REUSED, helper),
         [EDITS["sparse-mla-context-lens"]],

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control script's own judgement: what it calls vacuous, and its mutations."""
+
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.vllm_pinned.conftest import Run
+from vllm_pinned.edits import load_edits
+
+SCRIPT = Path(__file__).parents[1] / "controls/run.py"
+control = SimpleNamespace(**runpy.run_path(str(SCRIPT), run_name="control"))
+
+PASSED = control.Outcome("passed")
+SKIPPED = control.Outcome("skipped")
+FAULT = control.Outcome("failed", "RuntimeError: ... the CPU tensor is not pinned")
+OTHER = control.Outcome("failed", "ImportError: no module named vllm")
+
+
+@pytest.mark.parametrize(
+    ("name", "guards", "before", "after", "ill"),
+    [
+        ("test_pinned_x", True, FAULT, PASSED, ""),
+        ("test_pinned_x", True, PASSED, PASSED, "vacuous: passes unpatched"),
+        ("test_pinned_x", True, OTHER, PASSED, "unpatched it fails for another reason"),
+        ("test_pinned_x", True, FAULT, FAULT, "fails patched"),
+        ("test_pinned_x", True, SKIPPED, SKIPPED, ""),
+        ("test_pinned_x", True, SKIPPED, PASSED, "skipped on one tree only"),
+        ("test_pinned_x", False, PASSED, PASSED, ""),
+        ("test_pinned_x", False, FAULT, PASSED, "fails, but the trees are alike"),
+        ("test_x", True, PASSED, PASSED, ""),
+        ("test_x", True, PASSED, FAULT, "fails patched"),
+    ],
+)
+def test_verdicts(
+    name: str, guards: bool, before: object, after: object, ill: str
+) -> None:
+    assert control.verdict(name, guards, before, after) == ill
+
+
+def test_it_knows_every_edited_file_and_regression() -> None:
+    edits = load_edits()
+    assert {f"tests/{name}" for name in control.REGRESSIONS} == {
+        edit.regression for edit in edits
+    }
+    for name, paths in control.REGRESSIONS.items():
+        guarded = {edit.path for edit in edits if edit.regression == f"tests/{name}"}
+        assert set(paths) == guarded
+
+
+def test_every_mutation_has_a_place(
+    tree: Callable[[str], Path], run: Run, tmp_path: Path
+) -> None:
+    """In a patched release that needs the edit which the mutation spoils."""
+    placed = set()
+    for release in ("0.29.0", "0.30.0", "0.33.0"):
+        patched = tree(release)
+        sync_check = patched / control.SYNC_CHECK
+        sync_check.parent.mkdir(exist_ok=True)
+        sync_check.write_text('mode = ""\nmode == "error"\n')
+        assert run("apply", patched).returncode == 0
+        for number, mutation in enumerate(control.MUTATIONS):
+            root = tmp_path / f"{release}-{number}"
+            root.mkdir()
+            before = {path: (patched / path) for path in mutation.changes}
+            texts = {p: f.read_text() for p, f in before.items() if f.exists()}
+            if control.mutate(patched, mutation, root):
+                placed.add(mutation.name)
+                assert any(
+                    (root / path).read_text() != text for path, text in texts.items()
+                )
+            # The patched tree, whose files are linked, stays as it was.
+            assert {p: before[p].read_text() for p in texts} == texts
+    assert placed == {mutation.name for mutation in control.MUTATIONS}
+
+
+def test_a_vacuous_regression_fails_the_command(tmp_path: Path) -> None:
+    """End to end on a tree whose only difference means nothing."""
+    tests = tmp_path / "tests"
+    script = tests / "controls/run.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(SCRIPT.read_text())
+    for name in control.REGRESSIONS:
+        (tests / name).parent.mkdir(parents=True, exist_ok=True)
+        (tests / name).write_text("def test_pinned_nothing():\n    pass\n")
+    for folder, text in (("unpatched", ""), ("patched", "# as it was\n")):
+        for path in ("vllm/__init__.py", control.EPLB):
+            file = tmp_path / folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    command = [sys.executable, script, tmp_path / "unpatched", tmp_path / "patched"]
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "3 passed; 1 complaints" in done.stdout
+    assert "test_pinned_nothing: vacuous: passes unpatched" in done.stdout
