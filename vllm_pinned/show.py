@@ -37,7 +37,7 @@ def verdict(findings: Iterable[Finding]) -> str:
         return f"drifted: {', '.join(drifted)}"
     if needed := by_state[State.NEEDED]:
         return f"not patched: needs {', '.join(needed)}"
-    return "patched" if by_state[State.PRESENT] else "not affected"
+    return "patched" if by_state[State.PRESENT] else "no edit has its file here"
 
 
 def table(target: Target, findings: Iterable[Finding], applied: list[str]) -> None:

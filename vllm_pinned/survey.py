@@ -148,7 +148,7 @@ def refuse_drift(findings: Iterable[Finding]) -> None:
         )
     lines.append(
         "nothing was changed; "
-        "use a vLLM whose files are as released, or a newer vllm-pinned"
+        "use an unchanged vLLM of 0.26.0 or newer, or a newer vllm-pinned"
     )
     raise BadInput("\n".join(lines))
 

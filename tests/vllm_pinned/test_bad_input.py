@@ -93,7 +93,7 @@ def test_one_edit_has_drifted(
     assert f"{EPLB}:" in refused
     assert "TorchDistGlooStagedEplbCommunicator.execute" in refused
     assert "looked for 1 x «Received expert weights are staged in pageable" in refused
-    assert advice.startswith("nothing was changed; use a vLLM whose files are as")
+    assert advice.startswith("nothing was changed; use an unchanged vLLM of")
     assert files(root) == before
     assert not (tmp_path / "series").exists()
 
