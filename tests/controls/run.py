@@ -266,7 +266,10 @@ def _outcome(case: ET.Element) -> Outcome:
         if (found := case.find(tag)) is not None:
             if found.get("type") == "pytest.xfail":
                 result = "xfailed"
-            return Outcome(result, found.get("message", ""), found.text or "")
+            message, report = found.get("message", ""), found.text or ""
+            if message == "collection skipped":  # the report has the reason
+                message = report.rsplit("Skipped: ", 1)[-1].rstrip("')\n")
+            return Outcome(result, message, report)
     return Outcome("passed")
 
 
