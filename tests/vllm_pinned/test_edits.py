@@ -233,7 +233,7 @@ CASES = [
                     self._lens_cpu = torch.full((n,), 1)
 
                 def _plan(self, n):
-                    torch.clamp(self._arange_cpu, max=n, out=self._qo_cpu)
+                    self._qo_cpu.fill_(n)
                     self.wrapper.plan(
                         self._qo_cpu,
                         self._kv_cpu,
@@ -258,7 +258,7 @@ CASES = [
                     self._lens_cpu = torch.full((n,), 1)
 
                 def _plan(self, n):
-                    torch.clamp(self._arange_cpu, max=n, out=self._qo_cpu)
+                    self._qo_cpu.fill_(n)
                     # plan() copies these to the GPU asynchronously, so it gets pinned copies of
                     # this call's own. The buffers stay pageable: pin_memory() returns a pinned
                     # tensor as it is, and the next plan would rewrite it under the copy.
