@@ -62,6 +62,7 @@ def pack(
     tags = target.path.name.split("-", 2)[2]
     results = folder / f"{new_stem}-{tags}", folder / f"{new_stem}.diff"
     parts = [path.with_name(f".{path.name}.part") for path in results]
+    new_folder = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         parts[1].write_bytes(diff)
@@ -82,6 +83,9 @@ def pack(
         for part in parts:
             with contextlib.suppress(OSError):
                 part.unlink()
+        if new_folder:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # empty where nothing was written
     return results
 
 
