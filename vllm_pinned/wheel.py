@@ -5,10 +5,8 @@ What is not edited is copied as it is, compressed bytes and all; each entry is r
 once to check it against RECORD.
 """
 
-import base64
 import contextlib
 import copy
-import csv
 import hashlib
 import os
 import re
@@ -23,8 +21,8 @@ from packaging.version import Version
 
 from vllm_pinned import __version__
 from vllm_pinned.errors import BadInput
+from vllm_pinned.record import digest_text, edit_record, record_hashes, record_line
 from vllm_pinned.target import Target
-from vllm_pinned.write import record_line, record_path
 
 CHUNK = 1 << 20
 
@@ -112,8 +110,15 @@ def _write(
                 rb"(?m)^(Version: *)\S+", rb"\g<1>" + version, metadata, count=1
             ),
         }
-        hashes = _hashes(record)
-        record = _edit_record(record, edited, old_stem, new_stem)
+        hashes = record_hashes(record)
+
+        def new_line(path: str, line: bytes) -> bytes:
+            name = _renamed(path, old_stem, new_stem)
+            if path in edited:
+                return record_line(name, edited[path])
+            return line.replace(path.encode(), name.encode(), 1)
+
+        record = edit_record(record, new_line)
         for info in old.infolist():
             name = _renamed(info.filename, old_stem, new_stem)
             if info.filename == f"{dist_info}/RECORD":
@@ -134,27 +139,6 @@ def _renamed(name: str, old_stem: str, new_stem: str) -> str:
     return name
 
 
-def _hashes(record: bytes) -> dict[str, str]:
-    """`algorithm=digest` by path, as RECORD gives them."""
-    return {row[0]: row[1] for row in csv.reader(record.decode().splitlines()) if row}
-
-
-def _edit_record(
-    record: bytes, edited: Mapping[str, bytes], old_stem: str, new_stem: str
-) -> bytes:
-    lines = record.splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        content = line.rstrip(b"\r\n")
-        path = record_path(content)
-        name = _renamed(path, old_stem, new_stem)
-        if path in edited:
-            content = record_line(name, edited[path])
-        elif name != path:
-            content = content.replace(path.encode(), name.encode(), 1)
-        lines[number] = content + line[len(line.rstrip(b"\r\n")) :]
-    return b"".join(lines)
-
-
 def _check(
     old: zipfile.ZipFile, info: zipfile.ZipInfo, hashes: Mapping[str, str]
 ) -> None:
@@ -168,7 +152,7 @@ def _check(
     with old.open(info) as entry:
         while chunk := entry.read(CHUNK):
             digest.update(chunk)
-    if base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode() != expected:
+    if digest_text(digest.digest()) != expected:
         raise zipfile.BadZipFile(f"{info.filename} is not what RECORD says")
 
 

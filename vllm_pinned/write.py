@@ -13,22 +13,20 @@ installation, in the git directory of a checkout, or else in the root of the tre
 
 import base64
 import contextlib
-import csv
 import errno
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_pinned import __version__
 from vllm_pinned.errors import BadInput
+from vllm_pinned.record import edit_record, record_line
 from vllm_pinned.target import Target, inside
 
 MANIFEST = "vllm-pinned.json"
@@ -70,13 +68,20 @@ def apply(target: Target, changes: Mapping[str, bytes], edits: list[str]) -> Non
         entry["sha256"] = _digest(after)
     manifest["edits"] = sorted({*manifest["edits"], *edits})
     files: dict[str, bytes | None] = dict(changes)
-    name = _state_name(target, MANIFEST)
-    record = _record(target)
-    lines = record.with_edits(manifest["record"], changes, name) if record else b""
+    name, record = _state_name(target, MANIFEST), f"{target.dist_info}/RECORD"
+
+    def edited(path: str, line: bytes) -> bytes | None:
+        if path not in changes:
+            return None if path == name else line
+        manifest["record"].setdefault(path, line.decode())
+        return record_line(path, changes[path])
+
+    listed = target.read(record) if target.dist_info else None
+    lines = None if listed is None else edit_record(listed, edited)
     text = json.dumps(manifest, indent=1).encode() + b"\n"
     files[name] = text
-    if record:
-        files[record.path] = record_line(name, text) + b"\n" + lines
+    if lines is not None:
+        files[record] = record_line(name, text) + b"\n" + lines
     replace_files(target, files)
 
 
@@ -101,10 +106,18 @@ def revert(target: Target) -> list[str]:
             )
         if current != original:
             files[path] = original
-    name = _state_name(target, MANIFEST)
+    name, record = _state_name(target, MANIFEST), f"{target.dist_info}/RECORD"
+
+    def original_line(path: str, line: bytes) -> bytes | None:
+        if path == name:
+            return None
+        before = manifest["record"].get(path)
+        return line if before is None else before.encode()
+
     if target.read(name) is not None:
-        if record := _record(target):
-            files[record.path] = record.without_edits(manifest["record"], name)
+        listed = target.read(record) if target.dist_info else None
+        if listed is not None:
+            files[record] = edit_record(listed, original_line)
         replace_files(target, {**files, name: None})
     return sorted(set(files) & set(manifest["files"]))
 
@@ -276,64 +289,3 @@ def _pack(data: bytes | None) -> str | None:
 
 def _unpack(text: str | None) -> bytes | None:
     return None if text is None else zlib.decompress(base64.b85decode(text))
-
-
-# The RECORD of an installation.
-
-
-def record_line(path: str, data: bytes) -> bytes:
-    """The line of RECORD for a file, without its end (PEP 376, PEP 627)."""
-    digest = (
-        base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    )
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow((path, f"sha256={digest}", len(data)))
-    return line.getvalue().encode()
-
-
-def record_path(line: bytes) -> str:
-    """The path that a line of RECORD is about, empty if the line is."""
-    return next(iter(next(csv.reader([line.decode()]), [])), "")
-
-
-@dataclass(frozen=True)
-class _Record:
-    path: str
-    text: bytes
-
-    def with_edits(
-        self, old: dict[str, str], changes: Mapping[str, bytes], name: str
-    ) -> bytes:
-        """The text with new lines for `changes`, without one for the manifest `name`.
-
-        `old` gets the lines that were replaced, by path, where it has none yet.
-        """
-        lines = self._without(name)
-        for number, line in enumerate(lines):
-            content = line.rstrip(b"\r\n")
-            if (path := record_path(content)) in changes:
-                old.setdefault(path, content.decode())
-                end = line[len(content) :]
-                lines[number] = record_line(path, changes[path]) + end
-        return b"".join(lines)
-
-    def without_edits(self, old: dict[str, str], name: str) -> bytes:
-        """The text with the lines `old`, by path, and none for the manifest `name`."""
-        lines = self._without(name)
-        for number, line in enumerate(lines):
-            content = line.rstrip(b"\r\n")
-            if before := old.get(record_path(content)):
-                lines[number] = before.encode() + line[len(content) :]
-        return b"".join(lines)
-
-    def _without(self, name: str) -> list[bytes]:
-        lines = self.text.splitlines(keepends=True)
-        return [line for line in lines if record_path(line.rstrip(b"\r\n")) != name]
-
-
-def _record(target: Target) -> _Record | None:
-    if not target.dist_info:
-        return None
-    path = f"{target.dist_info}/RECORD"
-    text = target.read(path)
-    return None if text is None else _Record(path, text)
