@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_pinned.edits import RULE_KEYS, Edit
 from vllm_pinned.errors import BadInput
-from vllm_pinned.imports import add_import, binds, module_file
+from vllm_pinned.imports import add_import, binds, module_file, parse
 
 Read = Callable[[str], bytes | None]
 """Bytes of a file of the tree by its path (`vllm/a/b.py`), None where absent."""
@@ -305,15 +305,14 @@ def _finding(
             + (f"; {spoilt}" if spoilt else "")
         )
     try:
-        bound = _import_state(edit, source, read)
+        if cured and _lacks_import(edit, source):
+            return drifted(f"the cure is there, but not «{edit.metadata['import']}»")
+        if faults and not _offers_import(edit, source, read):
+            return drifted(f"this vLLM does not offer «{edit.metadata['import']}»")
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         return drifted(f"the file does not parse: {error}")
     if cured:
-        if bound is False:
-            return drifted(f"the cure is there, but not «{edit.metadata['import']}»")
         return Finding(edit, State.PRESENT, line=line)
-    if bound is None:
-        return drifted(f"this vLLM does not offer «{edit.metadata['import']}»")
     replacements = tuple(
         Replacement(
             match["replacementOffsets"]["start"],
@@ -325,30 +324,29 @@ def _finding(
     return Finding(edit, State.NEEDED, replacements, line)
 
 
-def _import_state(edit: Edit, source: bytes, read: Read) -> bool | None:
-    """Whether `source` has the import that the cure needs, None if it cannot.
-
-    True too where nothing is needed: no import is named, or a cured form does
-    without the name.
-    """
+def _lacks_import(edit: Edit, source: bytes) -> bool:
+    """Whether `source` uses the name that the cure needs without its import."""
     line = edit.metadata.get("import")
-    if line is None:
-        return True
-    name = line.split()[-1]
     tree = ast.parse(source)
-    if binds(tree, line):
+    return line is not None and not binds(tree, line) and _uses(tree, parse(line)[1])
+
+
+def _uses(tree: ast.Module, name: str) -> bool:
+    return any(
+        isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree)
+    )
+
+
+def _offers_import(edit: Edit, source: bytes, read: Read) -> bool:
+    """Whether the import that the cure needs is in `source`, or can be added."""
+    line = edit.metadata.get("import")
+    if line is None or binds(ast.parse(source), line):
         return True
-    offered = any(
-        name in _bound_names(text)
+    return any(
+        parse(line)[1] in _bound_names(text)
         for path in module_file(line)
         if (text := read(path)) is not None
     )
-    if not offered:
-        return None
-    used = any(
-        isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree)
-    )
-    return not used
 
 
 def _bound_names(source: bytes) -> set[str]:

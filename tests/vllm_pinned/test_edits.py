@@ -326,7 +326,12 @@ def test_near_misses_are_drift(case: Case, change: tuple[str, str]) -> None:
 
 
 @BY_ID
-def test_a_cure_without_its_import_is_drift(case: Case) -> None:
+@pytest.mark.parametrize("offered", [True, False])
+def test_a_cure_without_its_import_is_drift(
+    case: Case, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not offered:
+        monkeypatch.setitem(TORCH_UTILS, "vllm/utils/torch_utils.py", "OTHER = 1\n")
     lines = textwrap.dedent(case.cured).splitlines(keepends=True)
     without = "".join(
         line.replace("PIN_MEMORY, ", "")
