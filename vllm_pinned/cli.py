@@ -34,18 +34,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(
-        name: str, help: str, default: str | None = None
-    ) -> argparse.ArgumentParser:
-        result = commands.add_parser(
+    def command(name: str, help: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
             name,
             help=help,
             description=help,
             epilog=EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        result.add_argument("target", nargs="?", metavar="TARGET", default=default)
-        return result
 
     status = command(
         "status", "say which edits the vLLM needs, has, or has drifted from"
@@ -54,19 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     command("diff", "print the needed edits as a unified diff")
     command("apply", "make the needed edits in a folder, in place")
     command("revert", "put back the files that apply changed")
-    pack = command(
-        "wheel", "write a wheel with the edits, and their diff", DEFAULT_RELEASE
-    )
+    pack = command("wheel", "write a wheel with the edits, and their diff")
     pack.add_argument("--out", type=Path, default=Path(), help="folder (default: here)")
-    mail = commands.add_parser(
-        "series",
-        help="write one mail patch for each needed edit",
-        description="write one mail patch for each needed edit",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    mail = command("series", "write one mail patch for each needed edit")
     mail.add_argument("folder", type=Path, metavar="DIR")
-    mail.add_argument("target", nargs="?", metavar="TARGET")
+    for each in commands.choices.values():
+        each.add_argument("target", nargs="?", metavar="TARGET")
+    pack.set_defaults(target=DEFAULT_RELEASE)
     return parser
 
 

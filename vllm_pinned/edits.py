@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from vllm_pinned.errors import BadInput
+from vllm_pinned.errors import BadInput, one_line
 
 # Keys of an edit that are ast-grep's own, passed on as they are.
 RULE_KEYS = ("rule", "constraints", "utils", "transform", "rewriters")
@@ -107,8 +107,9 @@ def _documents(source: Path) -> list[dict[str, Any]]:
         for document in documents:
             jsonschema.validate(document, schema())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        what = " ".join(str(error).split())
-        raise BadInput(f"{source} is no edit: {what}; mend that file") from None
+        raise BadInput(
+            f"{source} is no edit: {one_line(error)}; mend that file"
+        ) from None
     except jsonschema.ValidationError as error:
         raise BadInput(
             f"{source} is no edit: {error.json_path}: {error.message}; mend that file"

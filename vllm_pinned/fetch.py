@@ -30,7 +30,7 @@ from unearth.auth import MultiDomainBasicAuth
 from unearth.errors import UnpackError
 from unearth.fetchers.sync import PyPIClient
 
-from vllm_pinned.errors import BadInput
+from vllm_pinned.errors import BadInput, one_line
 
 ATTEMPTS = 3
 
@@ -99,7 +99,7 @@ def pip_settings() -> dict[str, list[str]]:
     )
     if done.returncode:
         raise BadInput(
-            f"pip cannot read its settings ({' '.join(done.stderr.split())}); mend them"
+            f"pip cannot read its settings ({one_line(done.stderr)}); mend them"
         )
     by_section: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for line in done.stdout.splitlines():
@@ -177,7 +177,7 @@ def _download(finder: PackageFinder, package: Package, cache: Path) -> Path:
             except UnpackError as error:
                 raise BadInput(
                     f"{link.filename} is not what the index promises "
-                    f"({' '.join(str(error).split())}); check the index and try again"
+                    f"({one_line(error)}); check the index and try again"
                 ) from None
             except OSError as error:
                 raise BadInput(
@@ -188,7 +188,7 @@ def _download(finder: PackageFinder, package: Package, cache: Path) -> Path:
 
 
 def _unreachable(error: Exception) -> str:
-    what = " ".join(str(error).split()) or type(error).__name__
+    what = one_line(error) or type(error).__name__
     return (
         f"the package index cannot be reached ({what}); "
         "check the network and pip's settings, or give a wheel file"

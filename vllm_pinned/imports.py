@@ -68,7 +68,8 @@ def _name_key(name: str) -> tuple[int, str, str]:
     return 0 if constant else 1 if name[:1].isupper() else 2, name.lower(), name
 
 
-def _newline(source: bytes) -> bytes:
+def line_end(source: bytes) -> bytes:
+    """What ends the lines of `source`."""
     return b"\r\n" if b"\r\n" in source else b"\n"
 
 
@@ -87,7 +88,7 @@ def _extend(source: bytes, node: ast.ImportFrom, name: str) -> bytes:
     line_start = source.rfind(b"\n", 0, start) + 1
     before = source[line_start:start]
     # One name a line: the new name gets a line too.
-    gap = _newline(source) + before if not before.strip() else b" "
+    gap = line_end(source) + before if not before.strip() else b" "
     if after:
         text, at = new + b"," + gap, start
     else:
@@ -104,7 +105,7 @@ def _wrap(source: bytes, result: bytes, node: ast.ImportFrom, name: str) -> byte
     line = result.splitlines()[node.lineno - 1]
     if len(line.decode()) <= LINE_LENGTH:
         return result
-    newline = _newline(source)
+    newline = line_end(source)
     names = [(a.name, f" as {a.asname}" if a.asname else "") for a in node.names]
     names.append((name, ""))
     names.sort(key=lambda pair: _name_key(pair[0]))
@@ -124,7 +125,7 @@ def _insert(
     """Add the statement `line` in the section of its top-level package."""
     module = parse(line)[0]
     package = module.split(".")[0]
-    newline = _newline(source)
+    newline = line_end(source)
     section = [
         node
         for node in imports
@@ -135,19 +136,18 @@ def _insert(
     smaller = [n for n in section if (n.module or "").lower() < module.lower()]
     text = line.encode() + newline
     if smaller:
-        at = _line_end(source, smaller[-1])
+        at = _after(source, smaller[-1])
     elif section:
         at = _offset(source, section[0].lineno, 0)
     elif imports:
-        at, text = _line_end(source, imports[-1]), newline + text
+        at, text = _after(source, imports[-1]), newline + text
     else:
         docstring = ast.get_docstring(tree) is not None
-        at = _line_end(source, tree.body[0]) if docstring else 0
+        at = _after(source, tree.body[0]) if docstring else 0
         text = newline + text if docstring else text
     return source[:at] + text + source[at:]
 
 
-def _line_end(source: bytes, node: ast.stmt) -> int:
+def _after(source: bytes, node: ast.stmt) -> int:
     """Offset just after the last line of `node`."""
-    lines = source.splitlines(keepends=True)
-    return sum(map(len, lines[: node.end_lineno]))
+    return _offset(source, (node.end_lineno or 0) + 1, 0)

@@ -29,9 +29,8 @@ COLOURS = {
 }
 
 
-def verdict(findings: Iterable[Finding]) -> str:
+def verdict(findings: list[Finding]) -> str:
     """Whether a tree is patched, in one line."""
-    findings = list(findings)
     by_state = {s: [f.edit.id for f in findings if f.state is s] for s in State}
     if drifted := by_state[State.DRIFTED]:
         return f"drifted: {', '.join(drifted)}"
@@ -40,9 +39,8 @@ def verdict(findings: Iterable[Finding]) -> str:
     return "patched" if by_state[State.PRESENT] else "no edit has its file here"
 
 
-def table(target: Target, findings: Iterable[Finding], applied: list[str]) -> None:
+def table(target: Target, findings: list[Finding], applied: list[str]) -> None:
     """Print the state of each edit for a person."""
-    findings = list(findings)
     result = Table(box=None, pad_edge=False)
     for heading in ("edit", "kind", "state", "where"):
         result.add_column(heading, no_wrap=True)
@@ -65,9 +63,8 @@ def _how(target: Target, applied: list[str]) -> str:
     return ""
 
 
-def as_json(target: Target, findings: Iterable[Finding], applied: list[str]) -> str:
+def as_json(target: Target, findings: list[Finding], applied: list[str]) -> str:
     """The state of each edit for a program."""
-    findings = list(findings)
     return json.dumps(
         {
             "vllm_pinned": __version__,

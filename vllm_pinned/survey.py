@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_pinned.edits import RULE_KEYS, Edit
-from vllm_pinned.errors import BadInput
-from vllm_pinned.imports import add_import, binds, module_file, parse
+from vllm_pinned.errors import BadInput, one_line
+from vllm_pinned.imports import add_import, binds, line_end, module_file, parse
 
 Read = Callable[[str], bytes | None]
 """Bytes of a file of the tree by its path (`vllm/a/b.py`), None where absent."""
@@ -85,7 +85,6 @@ def render(source: bytes, findings: Iterable[Finding]) -> bytes:
 
     """
     findings = list(findings)
-    newline = b"\r\n" if b"\r\n" in source else b"\n"
     replacements = sorted(
         (r for f in findings for r in f.replacements), key=lambda r: r.start
     )
@@ -95,7 +94,7 @@ def render(source: bytes, findings: Iterable[Finding]) -> bytes:
             names = ", ".join(f.edit.id for f in findings)
             raise BadInput(f"two of the edits {names} overlap; mend their rules")
         parts.append(source[at : replacement.start])
-        parts.append(re.sub(rb"\r?\n", newline, replacement.text))
+        parts.append(re.sub(rb"\r?\n", line_end(source), replacement.text))
         at = replacement.end
     parts.append(source[at:])
     result = b"".join(parts)
@@ -173,12 +172,13 @@ def _rules(edit: Edit) -> list[dict[str, Any]]:
         rule("scope", rule=_scope_rule(scope)),
         rule("fault", **{**base, "rule": fault, "fix": edit.document["fix"]}),
     ]
+    utils = {"utils": base["utils"]} if "utils" in base else {}
     for number, form in enumerate(edit.metadata["cured"]):
         cured = {"all": [form["rule"], {"inside": _inside(scope)}]}
-        parts = {key: form[key] for key in ("constraints",) if key in form}
-        if "utils" in base:
-            parts["utils"] = base["utils"]
-        rules.append(rule(f"cured-{number}", rule=cured, **parts))
+        constraints = form.get("constraints", {})
+        rules.append(
+            rule(f"cured-{number}", rule=cured, constraints=constraints, **utils)
+        )
         if "unless" in form:
             rules.append(rule(f"unless-{number}", rule=form["unless"]["rule"]))
     return rules
@@ -217,7 +217,7 @@ def _scan(
             ) from None
         done = _ast_grep(folder, rules)
         if done.returncode not in (0, 1) or not done.stdout.startswith(b"["):
-            raise BadInput(_broken_rule(folder, rules) or _one_line(done.stderr))
+            raise BadInput(_broken_rule(folder, rules) or _said(done))
     result: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for match in json.loads(done.stdout):
         path = Path(match["file"]).as_posix()
@@ -253,12 +253,12 @@ def _broken_rule(folder: str, rules: list[dict[str, Any]]) -> str:
         done = _ast_grep(folder, [rule])
         if done.returncode not in (0, 1) or not done.stdout.startswith(b"["):
             edit = rule["id"].split("/")[0]
-            return f"edit {edit} has a broken rule: {_one_line(done.stderr)}; mend it"
+            return f"edit {edit} has a broken rule: {_said(done)}; mend it"
     return ""
 
 
-def _one_line(text: bytes) -> str:
-    return " ".join(text.decode(errors="replace").split()) or "ast-grep failed"
+def _said(done: subprocess.CompletedProcess[bytes]) -> str:
+    return one_line(done.stderr.decode(errors="replace")) or "ast-grep failed"
 
 
 # What its matches mean.

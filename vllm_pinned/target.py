@@ -137,16 +137,12 @@ def inside(root: Path, name: str) -> Path:
 
 
 def _metadata_version(path: Path) -> str | None:
+    """The version that core metadata, such as METADATA, gives."""
     try:
         head = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return version_in(head)
-
-
-def version_in(text: str) -> str | None:
-    """The version that core metadata, such as METADATA, gives."""
-    match = re.search(r"^Version: *(\S+)", text, re.MULTILINE)
+    match = re.search(r"^Version: *(\S+)", head, re.MULTILINE)
     return match[1] if match else None
 
 
