@@ -29,6 +29,40 @@ RELEASES = (
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
+# Root may read and write anything; a command behind this may not.
+UNPRIVILEGED: tuple[str, ...] = ()
+if os.getuid() == 0:
+    UNPRIVILEGED = (
+        "setpriv",
+        "--bounding-set=-dac_override,-dac_read_search",
+        "--inh-caps=-all",
+    )
+
+# This process's environment, without the virtual environment that it runs in.
+OUTSIDE = {name: v for name, v in os.environ.items() if name != "VIRTUAL_ENV"}
+
+
+def must(*command: object, env: dict[str, str] = OUTSIDE) -> str:
+    """What a command prints, which has to succeed."""
+    done = subprocess.run(
+        [*map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        env=env,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def make_env(folder: Path, *requirements: object) -> Path:
+    """A new virtual environment, with pip, that has `requirements`; its Python."""
+    uv, python = (sys.executable, "-m", "uv"), folder / "bin/python"
+    must(*uv, "venv", "--seed", "--python", sys.executable, folder)
+    must(*uv, "pip", "install", "--python", python, *requirements)
+    return python
+
 
 @pytest.fixture(scope="session")
 def edits() -> list[Edit]:

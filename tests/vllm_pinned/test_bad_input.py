@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input: one sentence that ends in what to do, exit 2, and nothing changed."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.vllm_pinned.conftest import Run, files
+from tests.vllm_pinned.conftest import UNPRIVILEGED, Run, files
 from vllm_pinned.edits import edits_folder, load_edits
 from vllm_pinned.errors import BadInput
 from vllm_pinned.survey import survey
@@ -143,10 +142,7 @@ def test_what_may_not_be_read(
     mode = (root / below).stat().st_mode
     (root / below).chmod(0)
     try:
-        # Root may read anything, so that right is dropped.
-        drop = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-        prefix = (*drop, "--inh-caps=-all") if os.getuid() == 0 else ()
-        said = sentence(run("status", root, prefix=prefix))
+        said = sentence(run("status", root, prefix=UNPRIVILEGED))
     finally:
         (root / below).chmod(mode)
     assert "cannot read " in said

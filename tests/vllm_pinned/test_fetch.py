@@ -47,7 +47,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def publish(folder: Path, data: bytes, digest: str) -> None:
+def publish(folder: Path, data: bytes, promised: bytes | None = None) -> None:
+    """Offer `data` as the wheel, with the hash of `promised` if that differs."""
+    digest = hashlib.sha256(data if promised is None else promised).hexdigest()
     (folder / NAME).write_bytes(data)
     (folder / "simple/vllm/index.html").write_text(
         f'<a href="/{NAME}#sha256={digest}">{NAME}</a>'
@@ -94,7 +96,7 @@ def test_from_an_index_into_the_cache(
     index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url, folder = index
-    publish(folder, b"a wheel", hashlib.sha256(b"a wheel").hexdigest())
+    publish(folder, b"a wheel")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple/")  # down
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", url)
     path = fetch.fetch(Version("0.33.0"))
@@ -109,7 +111,7 @@ def test_a_wrong_hash(
     index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url, folder = index
-    publish(folder, b"tampered with", hashlib.sha256(b"a wheel").hexdigest())
+    publish(folder, b"tampered with", promised=b"a wheel")
     monkeypatch.setenv("PIP_INDEX_URL", url)
     with pytest.raises(BadInput, match=r"is not what the index promises .*try again"):
         fetch.fetch(Version("0.33.0"))
@@ -129,7 +131,7 @@ def test_another_architecture(
     index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, folder = index
-    publish(folder, b"a wheel", hashlib.sha256(b"a wheel").hexdigest())
+    publish(folder, b"a wheel")
     monkeypatch.setenv("PIP_INDEX_URL", url)
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(
@@ -143,7 +145,7 @@ def test_a_cache_that_cannot_be_written(
     index: tuple[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     url, folder = index
-    publish(folder, b"a wheel", hashlib.sha256(b"a wheel").hexdigest())
+    publish(folder, b"a wheel")
     monkeypatch.setenv("PIP_INDEX_URL", url)
     (tmp_path / "cache").write_text("a file where the folder should be\n")
     with pytest.raises(

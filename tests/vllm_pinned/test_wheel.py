@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import parse_wheel_filename
 
-from tests.vllm_pinned.conftest import Run
+from tests.vllm_pinned.conftest import OUTSIDE, Run, make_env, must
 from vllm_pinned import __version__, wheel
 from vllm_pinned.edits import load_edits
 from vllm_pinned.errors import BadInput
@@ -150,36 +150,18 @@ def test_it_installs_and_says_what_it_is(
     packed: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The whole of vLLM is installed: pip and its own command see a good installation."""
-    python = tmp_path / "env/bin/python"
-    environment = {**os.environ}
-    environment.pop("VIRTUAL_ENV", None)
-    if not Path("/dev/nvidiactl").exists():
-        # Without a GPU vLLM's command has to be told what it is for.
-        environment["VLLM_TARGET_DEVICE"] = "cpu"
-
-    def run(*command: object) -> str:
-        done = subprocess.run(
-            [*map(str, command)],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    uv = (sys.executable, "-m", "uv")
-    run(*uv, "venv", "--seed", "--python", sys.executable, tmp_path / "env")
-    run(*uv, "pip", "install", "--python", python, "vllm==0.33.0")
-    run(python, "-m", "pip", "install", "--no-deps", packed("0.33.0"))
+    python = make_env(tmp_path / "env", "vllm==0.33.0")
+    must(python, "-m", "pip", "install", "--no-deps", packed("0.33.0"))
     version = f"0.33.0+pinned.{__version__}"
-    assert f"Version: {version}\n" in run(python, "-m", "pip", "show", "vllm")
-    assert "No broken requirements" in run(python, "-m", "pip", "check")
-    assert "satisfied" in run(
+    assert f"Version: {version}\n" in must(python, "-m", "pip", "show", "vllm")
+    assert "No broken requirements" in must(python, "-m", "pip", "check")
+    assert "satisfied" in must(
         python, "-m", "pip", "install", "--no-deps", "--dry-run", "vllm==0.33.0"
     )
     command = (python, "-m", "vllm.entrypoints.cli.main", "--version")
-    assert run(*command).splitlines()[-1] == version
+    # Without a GPU vLLM's command has to be told what it is for.
+    cpu = {} if Path("/dev/nvidiactl").exists() else {"VLLM_TARGET_DEVICE": "cpu"}
+    assert must(*command, env=OUTSIDE | cpu).splitlines()[-1] == version
     shutil.rmtree(tmp_path / "env")  # 9 GB
 
 

@@ -17,15 +17,16 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_pinned.conftest import Run, files
+from tests.vllm_pinned.conftest import UNPRIVILEGED, Run, files
 from vllm_pinned import write
 from vllm_pinned.edits import load_edits
 from vllm_pinned.errors import BadInput
 from vllm_pinned.survey import changes, survey
-from vllm_pinned.target import resolve
+from vllm_pinned.target import Target, resolve
 
+EPLB = "vllm/distributed/eplb/eplb_communicator.py"
 EDITED = {
-    "vllm/distributed/eplb/eplb_communicator.py",
+    EPLB,
     "vllm/model_executor/layers/attention/mla_attention.py",
     "vllm/model_executor/layers/attention/sparse_mla_attention.py",
 }
@@ -36,6 +37,11 @@ INFO = "vllm-0.29.0.dist-info"
 def root(tree: Callable[[str], Path]) -> Path:
     """A 0.29.0 to write to, where three files are edited."""
     return tree("0.29.0")
+
+
+def needed(target: Target) -> dict[str, bytes]:
+    """New bytes of the files that the edits change."""
+    return changes(target.read, survey(target.read, load_edits()))
 
 
 def check_record(root: Path) -> None:
@@ -55,7 +61,7 @@ def check_record(root: Path) -> None:
 
 
 def test_apply_and_revert(root: Path, run: Run) -> None:
-    (root / "vllm/distributed/eplb/eplb_communicator.py").chmod(0o640)
+    (root / EPLB).chmod(0o640)
     before = files(root)
     check_record(root)
 
@@ -128,21 +134,19 @@ def test_hard_links_elsewhere_keep_the_released_bytes(
     root: Path, tmp_path: Path
 ) -> None:
     """Uv links files from its cache, which other environments share."""
-    name = "vllm/distributed/eplb/eplb_communicator.py"
-    (cache := tmp_path / "cache.py").hardlink_to(root / name)
+    (cache := tmp_path / "cache.py").hardlink_to(root / EPLB)
     released = cache.read_bytes()
     target = resolve(str(root))
-    write.apply(target, changes(target.read, survey(target.read, load_edits())), [])
-    assert cache.read_bytes() == released != (root / name).read_bytes()
+    write.apply(target, needed(target), [])
+    assert cache.read_bytes() == released != (root / EPLB).read_bytes()
 
 
 def test_a_link_out_of_the_tree_is_refused(
     root: Path, tmp_path: Path, run: Run
 ) -> None:
-    name = "vllm/distributed/eplb/eplb_communicator.py"
     outside = tmp_path / "outside.py"
-    (root / name).rename(outside)
-    (root / name).symlink_to(outside)
+    (root / EPLB).rename(outside)
+    (root / EPLB).symlink_to(outside)
     before = files(root)
     done = run("apply", root)
     assert done.returncode == 2
@@ -151,13 +155,12 @@ def test_a_link_out_of_the_tree_is_refused(
 
 
 def test_a_link_inside_the_tree_is_followed(root: Path, run: Run) -> None:
-    name = "vllm/distributed/eplb/eplb_communicator.py"
     real = root / "vllm/distributed/eplb/real.py"
-    (root / name).rename(real)
-    (root / name).symlink_to("real.py")
+    (root / EPLB).rename(real)
+    (root / EPLB).symlink_to("real.py")
     before = files(root)
     assert run("apply", root).returncode == 0
-    assert (root / name).is_symlink()
+    assert (root / EPLB).is_symlink()
     assert b"PIN_MEMORY" in real.read_bytes()
     assert run("revert", root).returncode == 0
     assert files(root) == before
@@ -165,8 +168,7 @@ def test_a_link_inside_the_tree_is_followed(root: Path, run: Run) -> None:
 
 def test_a_file_changed_since_is_not_overwritten(root: Path, run: Run) -> None:
     run("apply", root)
-    name = "vllm/distributed/eplb/eplb_communicator.py"
-    with (root / name).open("a") as file:
+    with (root / EPLB).open("a") as file:
         file.write("# mine\n")
     before = files(root)
     done = run("revert", root)
@@ -178,10 +180,9 @@ def test_a_file_changed_since_is_not_overwritten(root: Path, run: Run) -> None:
 def test_revert_after_git_put_a_file_back(root: Path, run: Run) -> None:
     before = files(root)
     run("apply", root)
-    name = "vllm/distributed/eplb/eplb_communicator.py"
-    (root / name).write_bytes(before[name][0])
+    (root / EPLB).write_bytes(before[EPLB][0])
     assert run("revert", root).returncode == 0
-    assert files(root)[name] == before[name]
+    assert files(root)[EPLB] == before[EPLB]
     assert f"{INFO}/vllm-pinned.json" not in files(root)
 
 
@@ -261,7 +262,7 @@ def put(root: Path, state: dict[str, tuple[bytes, int]]) -> None:
 def test_apply_killed_anywhere_is_undone_or_done(root: Path) -> None:
     before = files(root)
     target = resolve(str(root))
-    new = changes(target.read, survey(target.read, load_edits()))
+    new = needed(target)
 
     def work() -> None:
         with write.locked(target):
@@ -285,7 +286,7 @@ def test_apply_killed_anywhere_is_undone_or_done(root: Path) -> None:
 def test_revert_killed_anywhere_is_undone_or_done(root: Path) -> None:
     before = files(root)
     target = resolve(str(root))
-    new = changes(target.read, survey(target.read, load_edits()))
+    new = needed(target)
     with write.locked(target):
         write.apply(target, new, ["eplb-gloo-receive-staging"])
     after = files(root)
@@ -306,7 +307,7 @@ def test_revert_killed_anywhere_is_undone_or_done(root: Path) -> None:
 def test_a_recovery_killed_anywhere_is_recovered(root: Path) -> None:
     before = files(root)
     target = resolve(str(root))
-    new = changes(target.read, survey(target.read, load_edits()))
+    new = needed(target)
     line = 0
     # The last state in which everything is renamed and the journal still there.
     journal = root / INFO / write.JOURNAL
@@ -325,11 +326,11 @@ def test_a_killed_command_leaves_what_the_next_mends(root: Path, run: Run) -> No
     """The same through the command: what a kill leaves, status undoes."""
     before = files(root)
     target = resolve(str(root))
-    new = changes(target.read, survey(target.read, load_edits()))
+    new = needed(target)
     line = 1
     while True:
         assert kill_at(line, lambda: write.apply(target, new, []))
-        if files(root)[min(EDITED)] != before[min(EDITED)]:
+        if files(root)[EPLB] != before[EPLB]:
             break  # one of three files is renamed into place
         put(root, before)
         line += 5
@@ -342,12 +343,12 @@ def test_a_killed_command_leaves_what_the_next_mends(root: Path, run: Run) -> No
 def test_a_half_done_file_changed_by_hand_is_refused(root: Path, run: Run) -> None:
     before = files(root)
     target = resolve(str(root))
-    new = changes(target.read, survey(target.read, load_edits()))
+    new = needed(target)
     line = 1
-    while files(root)[min(EDITED)] == before[min(EDITED)]:
+    while files(root)[EPLB] == before[EPLB]:
         put(root, before)
         kill_at(line := line + 5, lambda: write.apply(target, new, []))
-    with (root / min(EDITED)).open("a") as file:
+    with (root / EPLB).open("a") as file:
         file.write("# mine\n")
     half = files(root)
     done = run("apply", root)
@@ -365,11 +366,8 @@ def test_a_read_only_folder(root: Path, run: Run) -> None:
     for folder in folders:
         folder.chmod(0o555)
     try:
-        # Root may write anywhere, so that right is dropped.
-        drop = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-        prefix = (*drop, "--inh-caps=-all") if os.getuid() == 0 else ()
-        done = run("apply", root, prefix=prefix)
-        assert run("status", root, prefix=prefix).returncode == 1
+        done = run("apply", root, prefix=UNPRIVILEGED)
+        assert run("status", root, prefix=UNPRIVILEGED).returncode == 1
     finally:
         for folder in folders:
             folder.chmod(0o755)
@@ -382,7 +380,7 @@ def test_a_full_disk(root: Path) -> None:
     """A limit on the size of a file ends a write in the middle, as a full disk does."""
     before = files(root)
     target = resolve(str(root))
-    new = changes(target.read, survey(target.read, load_edits()))
+    new = needed(target)
     # Each file as it is would fit, the largest does not once it is edited.
     limit = max(len(before[name][0]) for name in EDITED)
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
