@@ -100,15 +100,18 @@ LENS_COPY = r"context_lens_cpu\.to\(device, non_blocking=True\)"
 
 @dataclass(frozen=True)
 class Mutation:
-    """A cure that is none: (pattern, replacement) by file, and who must catch it."""
+    """A cure that is none: (pattern, replacement) by file.
+
+    The regressions that guard the first file must catch it.
+    """
 
     name: str
     changes: dict[str, list[tuple[str, str]]]
-    regression: str
 
-
-def _of(number: int) -> str:
-    return list(REGRESSIONS)[number]
+    @property
+    def regression(self) -> str:
+        spoilt = next(iter(self.changes))
+        return next(file for file, paths in REGRESSIONS.items() if spoilt in paths)
 
 
 MUTATIONS = (
@@ -125,12 +128,10 @@ MUTATIONS = (
                 )
             ]
         },
-        _of(2),
     ),
     Mutation(
         "SM90: two of three are pinned",
         {SM90: [(SM90_CALL, r"\1lens_cpu = self._lens_cpu\n\g<0>")]},
-        _of(2),
     ),
     Mutation(
         "SM90: a reused pinned scratch",
@@ -140,7 +141,6 @@ MUTATIONS = (
                 (END, SCRATCH),
             ]
         },
-        _of(2),
     ),
     Mutation(
         "SM90: the copies are allowed to synchronise",
@@ -151,17 +151,14 @@ MUTATIONS = (
                 (END, ALLOWED),
             ]
         },
-        _of(2),
     ),
     Mutation(
         "SM90: the strict check only warns",
         {SM90: [], SYNC_CHECK: [(r'mode == "error"', 'mode == "never"')]},
-        _of(2),
     ),
     Mutation(
         "EPLB: a reused pinned scratch",
         {EPLB: [(EPLB_PINNED, "scratch(tensor, len(recv_staging))"), (END, SCRATCH)]},
-        _of(0),
     ),
     Mutation(
         "EPLB: the copies are allowed to synchronise",
@@ -172,17 +169,14 @@ MUTATIONS = (
                 (END, ALLOWED),
             ]
         },
-        _of(0),
     ),
     Mutation(
         "EPLB: the copies are synchronous",
         {EPLB: [(EPLB_COPY, "dst_tensor.copy_(cpu_tensor)")]},
-        _of(0),
     ),
     Mutation(
         "context lengths: out= is dropped",
         {SPARSE: [(LENS_SUBTRACT, r"torch.subtract(\1)")]},
-        _of(1),
     ),
     Mutation(
         "context lengths: a reused pinned scratch",
@@ -196,7 +190,6 @@ MUTATIONS = (
                 (END, SCRATCH),
             ]
         },
-        _of(1),
     ),
     Mutation(
         "context lengths: the copy is allowed to synchronise",
@@ -207,7 +200,6 @@ MUTATIONS = (
                 (END, ALLOWED),
             ],
         },
-        _of(1),
     ),
 )
 
@@ -257,6 +249,21 @@ def run_tests(tree: Path, test_file: Path) -> Outcomes:
         }
 
 
+def run_on_both(
+    unpatched: Path, patched: Path, folder: Path, files: list[str]
+) -> dict[str, tuple[Outcomes, Outcomes]]:
+    """Run the `files` of tests in `folder` on both trees; by file, how they ended."""
+    with ThreadPoolExecutor(JOBS) as pool:
+        ran = {
+            file: [
+                pool.submit(run_tests, tree, folder / file)
+                for tree in (unpatched, patched)
+            ]
+            for file in files
+        }
+    return {file: (one.result(), other.result()) for file, (one, other) in ran.items()}
+
+
 def _outcome(case: ET.Element) -> Outcome:
     for tag, result in (
         ("failure", "failed"),
@@ -302,18 +309,12 @@ def compare(
     unpatched: Path, patched: Path, files: list[str]
 ) -> tuple[dict[str, Outcomes], list[str]]:
     """Run regressions on both trees, print the table; patched outcomes and ills."""
-    with ThreadPoolExecutor(JOBS) as pool:
-        ran = {
-            (file, tree): pool.submit(run_tests, tree, TESTS / file)
-            for file in files
-            for tree in (unpatched, patched)
-        }
+    ran = run_on_both(unpatched, patched, TESTS, files)
     ills: list[str] = []
     print(f"{'test':78} {'unpatched':>10} {'patched':>10}")
-    for file in files:
+    for file, (before, after) in ran.items():
         paths = REGRESSIONS[file]
         guards = not all(same_file(unpatched, patched, path) for path in paths)
-        before, after = ran[file, unpatched].result(), ran[file, patched].result()
         print(f"{file}{'' if guards else ' (cured by the release, or absent)'}")
         for name in sorted({*before, *after}):
             one = before.get(name, Outcome("skipped", "not run"))
@@ -324,7 +325,7 @@ def compare(
                 ills.append(f"{name}: {ill}")
                 failed = other if other.result == "failed" else one
                 print("\n".join(failed.report.splitlines()[-25:]))
-    return {file: ran[file, patched].result() for file in files}, ills
+    return {file: after for file, (_, after) in ran.items()}, ills
 
 
 def mutate(patched: Path, mutation: Mutation, root: Path) -> bool:
@@ -355,11 +356,8 @@ def run_mutations(patched: Path, sound: dict[str, Outcomes]) -> list[str]:
             n for n, o in sound[mutation.regression].items() if o.result == "passed"
         }
         found = run_tests(root, TESTS / mutation.regression)
-        return sorted(
-            n
-            for n in passed | {"(collection)"}
-            if n in found and found[n].result == "failed"
-        )
+        failed = {n for n, o in found.items() if o.result == "failed"}
+        return sorted(failed & (passed | {"(collection)"}))
 
     with (
         tempfile.TemporaryDirectory(dir=patched.parent) as folder,
@@ -389,15 +387,9 @@ def run_mutations(patched: Path, sound: dict[str, Outcomes]) -> list[str]:
 def run_upstream(unpatched: Path, patched: Path, folder: Path) -> None:
     """Run vLLM's own tests on both trees; print counts and every difference."""
     names = [name for name in UPSTREAM if (folder / name).exists()]
-    with ThreadPoolExecutor(JOBS) as pool:
-        ran = {
-            (name, tree): pool.submit(run_tests, tree, folder / name)
-            for name in names
-            for tree in (unpatched, patched)
-        }
+    ran = run_on_both(unpatched, patched, folder, names)
     print("\nvLLM's own tests (unpatched; patched)")
-    for name in names:
-        before, after = ran[name, unpatched].result(), ran[name, patched].result()
+    for name, (before, after) in ran.items():
         print(f"  {name}: {_counts(before)}; {_counts(after)}")
         for test in sorted({*before, *after}):
             pair = before.get(test), after.get(test)
