@@ -2,7 +2,8 @@
 """Reading edits: the ast-grep rules under `vllm/`, one YAML document an edit.
 
 `vllm/a/b.yml` edits `vllm/a/b.py`. `edit.schema.json` beside this module says what
-an edit holds.
+an edit holds. A `vllm/a/c.py` beside the edits is a module of this fork's own, which
+goes into a vLLM as it is, along with the edits that import it.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jsonschema
 import yaml
 
 from vllm_pinned.errors import BadInput, one_line
+from vllm_pinned.imports import module_file
 
 # Keys of an edit that are ast-grep's own, passed on as they are.
 RULE_KEYS = ("rule", "constraints", "utils", "transform", "rewriters")
@@ -59,6 +61,22 @@ class Edit:
     @property
     def title(self) -> str:
         return self.metadata["title"]  # type: ignore[no-any-return]
+
+    @property
+    def import_line(self) -> str | None:
+        """The import that the cure needs, None where it needs none."""
+        return self.metadata.get("import")
+
+    @property
+    def module(self) -> str | None:
+        """This fork's own module that the cure imports; None where vLLM has it."""
+        path = module_file(self.import_line)[0] if self.import_line else None
+        return path if path and self.own(path) is not None else None
+
+    def own(self, path: str) -> bytes | None:
+        """Bytes of this fork's own file at `path`, as in a tree; None if none."""
+        file = self.source.parents[self.path.count("/")] / path
+        return file.read_bytes() if file.is_file() else None
 
 
 def edits_folder() -> Path:

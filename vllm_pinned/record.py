@@ -9,7 +9,7 @@ import base64
 import csv
 import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 def digest_text(digest: bytes) -> str:
@@ -23,6 +23,11 @@ def record_line(path: str, data: bytes) -> bytes:
     line = io.StringIO()
     csv.writer(line, lineterminator="").writerow((path, f"sha256={digest}", len(data)))
     return line.getvalue().encode()
+
+
+def record_lines(files: Mapping[str, bytes]) -> bytes:
+    """The lines for `files`, bytes by path, with their ends."""
+    return b"".join(record_line(*item) + b"\n" for item in sorted(files.items()))
 
 
 def edit_record(record: bytes, new_line: Callable[[str, bytes], bytes | None]) -> bytes:

@@ -16,9 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_pinned import __version__
-from vllm_pinned.edits import edits_folder
 from vllm_pinned.errors import BadInput
-from vllm_pinned.survey import Finding, Read, State, render
+from vllm_pinned.survey import Finding, Read, State, brought, render
 from vllm_pinned.target import Target
 
 COLOURS = {
@@ -36,7 +35,7 @@ def verdict(findings: list[Finding]) -> str:
         return f"drifted: {', '.join(drifted)}"
     if needed := by_state[State.NEEDED]:
         return f"not patched: needs {', '.join(needed)}"
-    return "patched" if by_state[State.PRESENT] else "no edit has its file here"
+    return "patched" if by_state[State.PRESENT] else "no edit is about this vLLM"
 
 
 def table(target: Target, findings: list[Finding], applied: list[str]) -> None:
@@ -163,8 +162,8 @@ def git_author() -> Author:
 def series(read: Read, findings: Iterable[Finding], author: Author) -> dict[str, bytes]:
     """One mail patch for each needed edit, each on top of the one before.
 
-    A patch also adds the regression of its edit, where neither the tree nor an earlier
-    patch has it.
+    A patch also adds the regression of its edit and this fork's module that it imports,
+    where neither the tree nor an earlier patch has them.
 
     Returns:
         The patches by file name, `0001-....patch` and so on.
@@ -172,7 +171,6 @@ def series(read: Read, findings: Iterable[Finding], author: Author) -> dict[str,
     """
     needed = [f for f in findings if f.state is State.NEEDED]
     date = formatdate(localtime=True)
-    tests = edits_folder()
     tree: dict[str, bytes] = {}
 
     def read_patched(path: str) -> bytes | None:
@@ -182,23 +180,21 @@ def series(read: Read, findings: Iterable[Finding], author: Author) -> dict[str,
     result = {}
     for number, finding in enumerate(needed, start=1):
         done.append(finding)
-        path, regression = finding.edit.path, finding.edit.regression
-        changes = {path: _with(read, path, done)}
-        if read_patched(regression) is None:
-            changes[regression] = (tests / regression).read_bytes()
+        edit = finding.edit
+        here = [f for f in done if f.edit.path == edit.path]
+        changes = brought(edit, read_patched)
+        changes[edit.path] = render(read, edit.path, here)
+        if read_patched(edit.regression) is None:
+            regression = edit.own(edit.regression)
+            assert regression is not None  # the fork has a test of every edit
+            changes[edit.regression] = regression
         body = diff(read_patched, changes)
         tree |= changes
-        slug = re.sub(r"\W+", "-", finding.edit.title).strip("-")
+        slug = re.sub(r"\W+", "-", edit.title).strip("-")
         result[f"{number:04}-{slug[:52].rstrip('-')}.patch"] = _mail(
             finding, body, author, date, f"[PATCH {number}/{len(needed)}]"
         )
     return result
-
-
-def _with(read: Read, path: str, findings: list[Finding]) -> bytes:
-    source = read(path)
-    assert source is not None  # a needed edit has a file
-    return render(source, [f for f in findings if f.edit.path == path])
 
 
 def _mail(finding: Finding, body: bytes, author: Author, date: str, tag: str) -> bytes:

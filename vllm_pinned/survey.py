@@ -6,6 +6,7 @@ matches give the state of an edit and, where it is needed, the bytes to replace.
 """
 
 import ast
+import functools
 import json
 import re
 import shutil
@@ -77,35 +78,71 @@ def survey(read: Read, edits: Iterable[Edit]) -> list[Finding]:
     return [_finding(edit, files, matches, read) for edit in edits]
 
 
-def render(source: bytes, findings: Iterable[Finding]) -> bytes:
-    """`source`, one file, with the needed edits of `findings` made.
+def render(read: Read, path: str, needed: Iterable[Finding]) -> bytes:
+    """The file at `path` with the edits of `needed`, findings in that file, made.
+
+    Edits that replace some of the same bytes are made one after the other, in their
+    order, each found again in what the ones before it left.
 
     Raises:
-        BadInput: two edits replace the same bytes.
+        BadInput: an edit is not needed any more after those before it.
 
     """
-    findings = list(findings)
+    needed = list(needed)
+    source = read(path)
+    assert source is not None  # a needed edit has a file
+    clear = [
+        finding
+        for number, finding in enumerate(needed)
+        if not any(_overlap(finding, other) for other in needed[:number])
+    ]
+    result = _replace(source, clear)
+    if len(clear) == len(needed):
+        return result
+
+    def read_on(name: str) -> bytes | None:
+        return result if name == path else read(name)
+
+    rest = survey(read_on, [f.edit for f in needed if f not in clear])
+    for finding in rest:
+        if finding.state is not State.NEEDED:
+            names = ", ".join(f.edit.id for f in clear)
+            raise BadInput(
+                f"edit {finding.edit.id} is {finding.state} in {path} after {names} "
+                f"was made; mend the rule in {finding.edit.source}"
+            )
+    return render(read_on, path, rest)
+
+
+def _overlap(one: Finding, other: Finding) -> bool:
+    """Whether the two replace some of the same bytes."""
+    return any(
+        r.start < s.end and s.start < r.end
+        for r in one.replacements
+        for s in other.replacements
+    )
+
+
+def _replace(source: bytes, findings: Iterable[Finding]) -> bytes:
+    """`source` with the replacements and imports of `findings`, which are apart."""
     replacements = sorted(
         (r for f in findings for r in f.replacements), key=lambda r: r.start
     )
     parts, at = [], 0
     for replacement in replacements:
-        if replacement.start < at:
-            names = ", ".join(f.edit.id for f in findings)
-            raise BadInput(f"two of the edits {names} overlap; mend their rules")
         parts.append(source[at : replacement.start])
         parts.append(re.sub(rb"\r?\n", line_end(source), replacement.text))
         at = replacement.end
     parts.append(source[at:])
     result = b"".join(parts)
     for finding in findings:
-        if finding.replacements and (line := finding.edit.metadata.get("import")):
-            result = add_import(result, line)
+        if finding.edit.import_line:
+            result = add_import(result, finding.edit.import_line)
     return result
 
 
 def changes(read: Read, findings: Iterable[Finding]) -> dict[str, bytes]:
-    """The files that the needed edits change, with their new bytes, checked.
+    """The files that the needed edits change or bring, with their new bytes, checked.
 
     Raises:
         BadInput: an edit has drifted, or one does not hold once it is made.
@@ -114,14 +151,13 @@ def changes(read: Read, findings: Iterable[Finding]) -> dict[str, bytes]:
     findings = list(findings)
     refuse_drift(findings)
     by_path: dict[str, list[Finding]] = {}
+    result: dict[str, bytes] = {}
     for finding in findings:
         if finding.state is State.NEEDED:
             by_path.setdefault(finding.edit.path, []).append(finding)
-    result = {}
+            result |= brought(finding.edit, read)
     for path, needed in by_path.items():
-        source = read(path)
-        assert source is not None  # a needed edit has a file
-        result[path] = render(source, needed)
+        result[path] = render(read, path, needed)
     after = survey(
         lambda path: result.get(path) or read(path), (f.edit for f in findings)
     )
@@ -132,6 +168,15 @@ def changes(read: Read, findings: Iterable[Finding]) -> dict[str, bytes]:
                 f"after it was made; mend the rule in {finding.edit.source}"
             )
     return result
+
+
+def brought(edit: Edit, read: Read) -> dict[str, bytes]:
+    """This fork's module that `edit` imports, by path, where the tree lacks it."""
+    if edit.module is None or read(edit.module) is not None:
+        return {}
+    text = edit.own(edit.module)
+    assert text is not None  # `module` names a file of the fork's own
+    return {edit.module: text}
 
 
 def refuse_drift(findings: Iterable[Finding]) -> None:
@@ -181,6 +226,9 @@ def _rules(edit: Edit) -> list[dict[str, Any]]:
         )
         if "unless" in form:
             rules.append(rule(f"unless-{number}", rule=form["unless"]["rule"]))
+    if "absent" in edit.metadata:
+        # Of the whole file: the scope may be what this vLLM lacks.
+        rules.append(rule("absent", rule=edit.metadata["absent"]["rule"], **utils))
     return rules
 
 
@@ -278,6 +326,47 @@ def _finding(
         return matches.get((path, f"{edit.id}/{name}"), [])
 
     scopes, faults = found("scope"), found("fault")
+    cured, spoilt = _cured(edit, found)
+    expected = edit.metadata["matches"]
+    absent = bool(found("absent")) and not (faults or cured or spoilt)
+    line = _line((faults + cured + scopes)[0]) if faults + cured + scopes else None
+
+    def drifted(reason: str) -> Finding:
+        return Finding(edit, State.DRIFTED, line=line, reason=reason)
+
+    if not scopes and not absent:
+        return drifted(f"there is no {edit.scope}")
+    counts = len(faults), len(cured)
+    if (counts not in ((expected, 0), (0, expected)) and not absent) or spoilt:
+        return drifted(
+            f"looked for {expected} x «{edit.message}», "
+            f"found {len(faults)} and {len(cured)} cured"
+            + (f"; {spoilt}" if spoilt else "")
+        )
+    try:
+        tree = _parse(source)
+        wrong = "" if absent else _import_fault(edit, tree, bool(cured), read)
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        return drifted(f"the file does not parse: {error}")
+    if wrong:
+        return drifted(wrong)
+    if not faults:
+        return Finding(edit, State.ABSENT if absent else State.PRESENT, line=line)
+    replacements = tuple(
+        Replacement(
+            match["replacementOffsets"]["start"],
+            match["replacementOffsets"]["end"],
+            match["replacement"].encode(),
+        )
+        for match in faults
+    )
+    return Finding(edit, State.NEEDED, replacements, line)
+
+
+def _cured(
+    edit: Edit, found: Callable[..., list[dict[str, Any]]]
+) -> tuple[list[dict[str, Any]], str]:
+    """Matches of the cured forms, and why some of them are no cure, if so."""
     cured, spoilt = [], ""
     for number, form in enumerate(edit.metadata["cured"]):
         here = found(f"cured-{number}")
@@ -290,45 +379,38 @@ def _finding(
                 )
                 continue
         cured += here
-    line = _line((faults + cured + scopes)[0]) if faults + cured + scopes else None
-
-    def drifted(reason: str) -> Finding:
-        return Finding(edit, State.DRIFTED, line=line, reason=reason)
-
-    expected = edit.metadata["matches"]
-    if not scopes:
-        return drifted(f"there is no {edit.scope}")
-    if (len(faults), len(cured)) not in ((expected, 0), (0, expected)) or spoilt:
-        return drifted(
-            f"looked for {expected} x «{edit.message}», "
-            f"found {len(faults)} and {len(cured)} cured"
-            + (f"; {spoilt}" if spoilt else "")
-        )
-    try:
-        if cured and _lacks_import(edit, source):
-            return drifted(f"the cure is there, but not «{edit.metadata['import']}»")
-        if faults and not _offers_import(edit, source, read):
-            return drifted(f"this vLLM does not offer «{edit.metadata['import']}»")
-    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        return drifted(f"the file does not parse: {error}")
-    if cured:
-        return Finding(edit, State.PRESENT, line=line)
-    replacements = tuple(
-        Replacement(
-            match["replacementOffsets"]["start"],
-            match["replacementOffsets"]["end"],
-            match["replacement"].encode(),
-        )
-        for match in faults
-    )
-    return Finding(edit, State.NEEDED, replacements, line)
+    return cured, spoilt
 
 
-def _lacks_import(edit: Edit, source: bytes) -> bool:
-    """Whether `source` uses the name that the cure needs without its import."""
-    line = edit.metadata.get("import")
-    tree = ast.parse(source)
-    return line is not None and not binds(tree, line) and _uses(tree, parse(line)[1])
+def _import_fault(edit: Edit, tree: ast.Module, cured: bool, read: Read) -> str:
+    """What is wrong with the import that the cure needs in the file `tree`, if so."""
+    line = edit.import_line
+    if line is None:
+        return ""
+    bound = binds(tree, line)
+    if cured and not bound:
+        lacks = _uses(tree, parse(line)[1])
+        return f"the cure is there, but not «{line}»" if lacks else ""
+    if not bound and not _offers_import(edit, line, read):
+        return f"this vLLM does not offer «{line}»"
+    return _module_fault(edit, line, cured, read) if edit.module else ""
+
+
+def _module_fault(edit: Edit, line: str, cured: bool, read: Read) -> str:
+    """What is wrong with this fork's module in the tree that `read` reads, if so."""
+    module, package = module_file(line)
+    # Python takes the package where both are there.
+    path = module if read(package) is None else package
+    there = read(path)
+    if there is None:
+        return f"the cure is there, but not {module}" if cured else ""
+    return "" if there == edit.own(path) else f"the {path} there is not this fork's"
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(source: bytes) -> ast.Module:
+    """The tree of a file; several edits in turn are of the same one."""
+    return ast.parse(source)
 
 
 def _uses(tree: ast.Module, name: str) -> bool:
@@ -337,15 +419,13 @@ def _uses(tree: ast.Module, name: str) -> bool:
     )
 
 
-def _offers_import(edit: Edit, source: bytes, read: Read) -> bool:
-    """Whether the import that the cure needs is in `source`, or can be added."""
-    line = edit.metadata.get("import")
-    if line is None or binds(ast.parse(source), line):
-        return True
+def _offers_import(edit: Edit, line: str, read: Read) -> bool:
+    """Whether this vLLM, or this fork, has what `line` imports."""
     return any(
         parse(line)[1] in _bound_names(text)
         for path in module_file(line)
-        if (text := read(path)) is not None
+        for text in (read(path), edit.own(path))
+        if text is not None
     )
 
 
@@ -355,7 +435,7 @@ def _bound_names(source: bytes) -> set[str]:
     Some releases bind PIN_MEMORY under `if TYPE_CHECKING` and look it up lazily.
     """
     names = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(_parse(source)):
         match node:
             case ast.Name(id=name, ctx=ast.Store()):
                 names.add(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing a wheel: the released one with edited files and a version of its own.
+"""Packing a wheel: the released one with edited files, new ones and its own version.
 
 What is not edited is copied as it is, compressed bytes and all; each entry is read
 once to check it against RECORD.
@@ -21,7 +21,13 @@ from packaging.version import Version
 
 from vllm_pinned import __version__
 from vllm_pinned.errors import BadInput
-from vllm_pinned.record import digest_text, edit_record, record_hashes, record_line
+from vllm_pinned.record import (
+    digest_text,
+    edit_record,
+    record_hashes,
+    record_line,
+    record_lines,
+)
 from vllm_pinned.target import Target
 
 CHUNK = 1 << 20
@@ -118,10 +124,13 @@ def _write(
                 return record_line(name, edited[path])
             return line.replace(path.encode(), name.encode(), 1)
 
-        record = edit_record(record, new_line)
+        added = {path: changes[path] for path in set(changes) - set(old.namelist())}
+        record = record_lines(added) + edit_record(record, new_line)
         for info in old.infolist():
             name = _renamed(info.filename, old_stem, new_stem)
             if info.filename == f"{dist_info}/RECORD":
+                for path, data in sorted(added.items()):
+                    _add(new, old.getinfo("vllm/__init__.py"), path, data)
                 _add(new, info, name, record)
                 continue
             _check(old, info, hashes)

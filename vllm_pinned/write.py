@@ -26,11 +26,14 @@ from typing import Any
 
 from vllm_pinned import __version__
 from vllm_pinned.errors import BadInput
-from vllm_pinned.record import edit_record, record_line
+from vllm_pinned.record import edit_record, record_line, record_lines
 from vllm_pinned.target import Target, inside
 
 MANIFEST = "vllm-pinned.json"
 JOURNAL = "vllm-pinned.journal"
+
+# What a new file takes of its folder's mode.
+_NEW_MODE = 0o664
 
 
 @contextlib.contextmanager
@@ -62,17 +65,19 @@ def apply(target: Target, changes: Mapping[str, bytes], edits: list[str]) -> Non
     """
     manifest = read_manifest(target)
     for path, after in changes.items():
-        old = target.read(path)
-        assert old is not None  # edits change files, they make none
-        entry = manifest["files"].setdefault(path, {"original": _pack(old)})
+        old = _pack(target.read(path))  # None: the file is new
+        entry = manifest["files"].setdefault(path, {"original": old})
         entry["sha256"] = _digest(after)
     manifest["edits"] = sorted({*manifest["edits"], *edits})
     files: dict[str, bytes | None] = dict(changes)
     name, record = _state_name(target, MANIFEST), f"{target.dist_info}/RECORD"
+    new = {path: changes[path] for path in _new_files(manifest) & set(changes)}
 
     def edited(path: str, line: bytes) -> bytes | None:
+        if path == name or path in new:
+            return None
         if path not in changes:
-            return None if path == name else line
+            return line
         manifest["record"].setdefault(path, line.decode())
         return record_line(path, changes[path])
 
@@ -81,7 +86,7 @@ def apply(target: Target, changes: Mapping[str, bytes], edits: list[str]) -> Non
     text = json.dumps(manifest, indent=1).encode() + b"\n"
     files[name] = text
     if lines is not None:
-        files[record] = record_line(name, text) + b"\n" + lines
+        files[record] = record_lines({name: text, **new}) + lines
     replace_files(target, files)
 
 
@@ -96,10 +101,7 @@ def revert(target: Target) -> list[str]:
     files: dict[str, bytes | None] = {}
     for path, entry in manifest["files"].items():
         current, original = target.read(path), _unpack(entry["original"])
-        if current is None or _digest(current) not in (
-            entry["sha256"],
-            _digest(original),
-        ):
+        if _digest(current) not in (entry["sha256"], _digest(original)):
             raise BadInput(
                 f"{target.path / path} was changed after the edits were applied, "
                 "so nothing was reverted; put that file back, or reinstall vLLM"
@@ -107,9 +109,10 @@ def revert(target: Target) -> list[str]:
         if current != original:
             files[path] = original
     name, record = _state_name(target, MANIFEST), f"{target.dist_info}/RECORD"
+    new = _new_files(manifest)
 
     def original_line(path: str, line: bytes) -> bytes | None:
-        if path == name:
+        if path == name or path in new:
             return None
         before = manifest["record"].get(path)
         return line if before is None else before.encode()
@@ -137,6 +140,11 @@ def read_manifest(target: Target) -> dict[str, Any]:
             f"{target.path / _state_name(target, MANIFEST)} is damaged; reinstall vLLM"
         ) from None
     return manifest
+
+
+def _new_files(manifest: dict[str, Any]) -> set[str]:
+    """Paths of the files that were not there before `apply`."""
+    return {p for p, entry in manifest["files"].items() if entry["original"] is None}
 
 
 def _state_name(target: Target, name: str) -> str:
@@ -224,7 +232,10 @@ def _beside(path: Path) -> Path:
 
 
 def _stage(path: Path, new: bytes) -> None:
-    """Write `new` beside `path`, on the disk, with the mode and owner of `path`."""
+    """Write `new` beside `path`, on the disk, with the mode and owner of `path`.
+
+    A file that is new is readable for whom its folder is.
+    """
     staged = _beside(path)
     staged.unlink(missing_ok=True)
     with staged.open("xb") as file:
@@ -234,9 +245,12 @@ def _stage(path: Path, new: bytes) -> None:
     if path.exists():
         status = path.stat()
         shutil.copymode(path, staged)
-        if (status.st_uid, status.st_gid) != (os.getuid(), os.getgid()):
-            with contextlib.suppress(PermissionError):
-                os.chown(staged, status.st_uid, status.st_gid)
+    else:
+        status = path.parent.stat()
+        staged.chmod(status.st_mode & _NEW_MODE)
+    if (status.st_uid, status.st_gid) != (os.getuid(), os.getgid()):
+        with contextlib.suppress(PermissionError):
+            os.chown(staged, status.st_uid, status.st_gid)
 
 
 def _settle(path: Path, new: bytes | None) -> None:

@@ -27,6 +27,9 @@ RELEASES = (
     "0.33.0",
 )
 
+# This fork: the tool, the edits, and their regressions.
+ROOT = Path(__file__).parents[2]
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 # Root may read and write anything; a command behind this may not.
@@ -62,6 +65,93 @@ def make_env(folder: Path, *requirements: object) -> Path:
     must(*uv, "venv", "--seed", "--python", sys.executable, folder)
     must(*uv, "pip", "install", "--python", python, *requirements)
     return python
+
+
+# One more edit, of the statement that eplb-gloo-receive-staging edits in part, with a
+# module of the fork's own.
+NOTE = "vllm/utils/staging_note.py"
+NOTE_MODULE = """\
+# SPDX-License-Identifier: Apache-2.0
+import contextlib
+
+
+@contextlib.contextmanager
+def staging_note(tensor):
+    yield
+"""
+NOTE_TEST = "tests/utils/test_staging_note.py"
+NOTE_EDIT = """\
+id: staging-note
+language: python
+severity: error
+message: The staging is not noted
+rule:
+  kind: expression_statement
+  all:
+    - pattern: $STATEMENT
+    - has: {stopBy: end, pattern: {context: "torch.empty_like($TENSOR, $$$)"}}
+    - not: {matches: noted}
+utils:
+  noted:
+    inside:
+      stopBy: end
+      kind: with_statement
+      has: {kind: with_clause, regex: ^staging_note}
+fix: |-
+  # Noted for as long as it is made.
+  with staging_note($TENSOR):
+      $STATEMENT
+metadata:
+  kind: B
+  scope: TorchDistGlooStagedEplbCommunicator.execute
+  matches: 1
+  cured:
+    - rule:
+        kind: call
+        all:
+          - pattern: {context: "torch.empty_like($$$)"}
+          - matches: noted
+    - rule: {kind: call, pattern: {context: "note_elsewhere($$$)"}}
+  absent:
+    rule:
+      kind: class_definition
+      has: {field: name, regex: ^TorchDistGlooStagedEplbCommunicator$}
+      not: {has: {stopBy: end, regex: ^torch.empty_like$}}
+  import: from vllm.utils.staging_note import staging_note
+  regression: tests/utils/test_staging_note.py
+  title: "[Core] Note the staging of weights received over Gloo"
+  body: The staging is noted.
+  references:
+    - https://example.org/
+  drop_when: Never.
+"""
+EPLB = "vllm/distributed/eplb/eplb_communicator.py"
+
+
+def write_fork(folder: Path) -> Path:
+    """A copy of this fork that has the edit above and its module too."""
+    folder.mkdir()
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("vllm_pinned", "vllm", "tests"):
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for name, text in (
+        (NOTE, NOTE_MODULE),
+        (NOTE_TEST, "def test_note():\n    pass\n"),
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    with (folder / EPLB).with_suffix(".yml").open("a") as file:
+        file.write("---\n" + NOTE_EDIT)
+    return folder
+
+
+@pytest.fixture
+def fork(tmp_path: Path) -> Path:
+    """A fork of this fork: `run(..., cwd=fork)` is its command."""
+    return write_fork(tmp_path / "fork")
 
 
 @pytest.fixture(scope="session")

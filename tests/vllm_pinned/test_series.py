@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from unearth import PackageFinder
 
-from tests.vllm_pinned.conftest import Run, files
+from tests.vllm_pinned.conftest import ROOT, Run, files
 from vllm_pinned.edits import load_edits
 from vllm_pinned.fetch import finders, pip_settings
 from vllm_pinned.survey import State, changes, survey
@@ -62,17 +62,23 @@ def _git(root: Path, *arguments: str, check: bool = True) -> str:
     return done.stdout.strip()
 
 
+@pytest.fixture(params=["this fork", "with an edit that nests"])
+def home(request: pytest.FixtureRequest) -> Path:
+    """Where the edits are."""
+    return ROOT if request.param == "this fork" else request.getfixturevalue("fork")
+
+
 @pytest.mark.parametrize("release", SOURCES)
 def test_git_am_of_the_series_equals_apply(
-    checkouts: dict[str, Path], run: Run, tmp_path: Path, release: str
+    checkouts: dict[str, Path], run: Run, tmp_path: Path, home: Path, release: str
 ) -> None:
     root, folder = checkouts[release], tmp_path / "series"
     target = resolve(str(root))
-    findings = survey(target.read, load_edits())
+    findings = survey(target.read, load_edits(home))
     expected = changes(target.read, findings)
     needed = [f.edit for f in findings if f.state is State.NEEDED]
 
-    done = run("series", folder, root, env=AUTHOR)
+    done = run("series", folder, root, env=AUTHOR, cwd=home)
     assert done.returncode == 0, done.stderr
     patches = sorted(folder.iterdir())
     assert len(patches) == len(needed) > 0
@@ -84,8 +90,7 @@ def test_git_am_of_the_series_equals_apply(
         changed = set(_git(root, "diff", "--name-only", base).split())
         assert changed == set(expected) | tests
         for test in tests:
-            ours = Path(__file__).parents[2] / test
-            assert (root / test).read_bytes() == ours.read_bytes()
+            assert (root / test).read_bytes() == (home / test).read_bytes()
         log = _git(
             root, "log", "--reverse", "--format=%an <%ae>%x00%B%x01", f"{base}.."
         )
@@ -100,33 +105,46 @@ def test_git_am_of_the_series_equals_apply(
             assert body[-1] == SIGNED
             for url in edit.metadata["references"]:
                 assert f"See: {url}" in body
-        assert run("status", root).returncode == 0
+        assert run("status", root, cwd=home).returncode == 0
     finally:
         _git(root, "am", "--abort", check=False)
         _git(root, "reset", "--quiet", "--hard", base)
 
 
 @pytest.mark.parametrize("release", SOURCES)
-def test_each_patch_alone_makes_one_edit(
-    checkouts: dict[str, Path], run: Run, tmp_path: Path, release: str
+def test_each_patch_makes_one_edit(
+    checkouts: dict[str, Path], run: Run, tmp_path: Path, home: Path, release: str
 ) -> None:
+    """On top of those before it; and what a patch needs of the fork's own, it brings."""
     root, folder = checkouts[release], tmp_path / "series"
-    run("series", folder, root, env=AUTHOR)
-    for patch in sorted(folder.iterdir()):
+
+    def states() -> dict[str, State]:
+        found = survey(resolve(str(root)).read, load_edits(home))
+        return {f.edit.id: f.state for f in found}
+
+    expected = states()
+    needed = [edit for edit, state in expected.items() if state is State.NEEDED]
+    run("series", folder, root, env=AUTHOR, cwd=home)
+    patches = sorted(folder.iterdir())
+    for patch, edit in zip(patches, needed, strict=True):
         _git(root, "apply", str(patch))
-        states = [f.state for f in survey(resolve(str(root)).read, load_edits())]
-        assert State.DRIFTED not in states
+        expected[edit] = State.PRESENT
+        assert states() == expected
+    for patch in reversed(patches):
         _git(root, "apply", "--reverse", str(patch))
-    assert _git(root, "status", "--porcelain", "--untracked-files=no") == ""
+    assert _git(root, "status", "--porcelain", "vllm") == ""
 
 
 def test_apply_on_a_checkout_is_seen_by_git_as_edits_alone(
     checkouts: dict[str, Path], run: Run
 ) -> None:
     root = checkouts["0.29.0"]
+    target = resolve(str(root))
+    new = changes(target.read, survey(target.read, load_edits()))
+    expected = {("M" if (root / path).exists() else "??", path) for path in new}
     assert run("apply", root).returncode == 0
-    listed = _git(root, "status", "--porcelain", "vllm").splitlines()
-    assert [line[:2].strip() for line in listed] == ["M", "M", "M"]
+    listed = _git(root, "status", "--porcelain", "--untracked-files=all", "vllm")
+    assert {tuple(line.split()) for line in listed.splitlines()} == expected
     assert run("revert", root).returncode == 0
     assert _git(root, "status", "--porcelain", "vllm") == ""
 

@@ -20,6 +20,7 @@ from tests.vllm_pinned.conftest import OUTSIDE, Run, make_env, must
 from vllm_pinned import __version__, wheel
 from vllm_pinned.edits import load_edits
 from vllm_pinned.errors import BadInput
+from vllm_pinned.record import record_lines
 from vllm_pinned.survey import changes, survey
 from vllm_pinned.target import resolve
 
@@ -67,11 +68,12 @@ def test_only_edited_entries_differ(
         zipfile.ZipFile(packed(release)) as ours,
     ):
         assert ours.testzip() is None
-        assert ours.namelist() == [
-            name.replace(old_info, new_info) for name in released.namelist()
-        ]
-        differ = set()
-        for before, after in zip(released.infolist(), ours.infolist(), strict=True):
+        brought = sorted(set(new) - set(released.namelist()))
+        *others, record = (n.replace(old_info, new_info) for n in released.namelist())
+        assert ours.namelist() == [*others, *brought, record]
+        differ = set(brought)
+        for before in released.infolist():
+            after = ours.getinfo(before.filename.replace(old_info, new_info))
             assert before.external_attr == after.external_attr
             assert before.date_time == after.date_time
             if (before.CRC, before.file_size) != (after.CRC, after.file_size):
@@ -233,16 +235,45 @@ def test_no_wheel_of_vllm(
     assert list(tmp_path.iterdir()) == [path]
 
 
+INFO = "vllm-0.33.0.dist-info"
+SMALL = {
+    "vllm/__init__.py": "",
+    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n",
+    f"{INFO}/WHEEL": "Wheel-Version: 1.0\n",
+}
+
+
+def test_new_files(tmp_path: Path) -> None:
+    """They come last but for RECORD, with the date and mode of others, in any order."""
+    listed = record_lines({name: text.encode() for name, text in SMALL.items()})
+    record = f"{listed.decode()}{INFO}/RECORD,,\n"
+    path = small_wheel(
+        tmp_path / "vllm-0.33.0-py3-none-any.whl", {**SMALL, f"{INFO}/RECORD": record}
+    )
+    new = {"vllm/b.py": b"b = 1\n" * 99, "vllm/a.py": b"a = 1\n"}
+    one, _ = wheel.pack(resolve(str(path)), new, b"", tmp_path / "1")
+    two, _ = wheel.pack(
+        resolve(str(path)), dict(reversed(new.items())), b"", tmp_path / "2"
+    )
+    assert one.read_bytes() == two.read_bytes()
+    with zipfile.ZipFile(one) as archive:
+        *_, first, second, last = archive.infolist()
+        assert (first.filename, second.filename) == ("vllm/a.py", "vllm/b.py")
+        assert last.filename.endswith(".dist-info/RECORD")
+        like = archive.getinfo("vllm/__init__.py")
+        for info in (first, second):
+            assert archive.read(info) == new[info.filename]
+            assert info.date_time == like.date_time
+            assert info.external_attr == like.external_attr
+        lines = archive.read(last).splitlines()
+        assert set(record_lines(new).splitlines()) < set(lines)
+        assert len(lines) == len(set(lines)) == len(archive.namelist())
+
+
 def test_an_entry_that_record_does_not_know(tmp_path: Path) -> None:
-    info = "vllm-0.33.0.dist-info"
     path = small_wheel(
         tmp_path / "vllm-0.33.0-py3-none-any.whl",
-        {
-            "vllm/__init__.py": "",
-            f"{info}/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n",
-            f"{info}/WHEEL": "Wheel-Version: 1.0\n",
-            f"{info}/RECORD": f"{info}/RECORD,,\n",
-        },
+        {**SMALL, f"{INFO}/RECORD": f"{INFO}/RECORD,,\n"},
     )
     with pytest.raises(BadInput, match="has no hash in RECORD"):
         wheel.pack(resolve(str(path)), {}, b"", tmp_path / "out")

@@ -5,6 +5,7 @@ import base64
 import csv
 import hashlib
 import os
+import re
 import resource
 import shutil
 import signal
@@ -17,31 +18,37 @@ from typing import Any
 
 import pytest
 
-from tests.vllm_pinned.conftest import UNPRIVILEGED, Run, files
+from tests.vllm_pinned.conftest import EPLB, NOTE, NOTE_MODULE, UNPRIVILEGED, Run, files
 from vllm_pinned import write
-from vllm_pinned.edits import load_edits
+from vllm_pinned.edits import Edit, load_edits
 from vllm_pinned.errors import BadInput
-from vllm_pinned.survey import changes, survey
+from vllm_pinned.survey import State, changes, survey
 from vllm_pinned.target import Target, resolve
 
-EPLB = "vllm/distributed/eplb/eplb_communicator.py"
-EDITED = {
-    EPLB,
-    "vllm/model_executor/layers/attention/mla_attention.py",
-    "vllm/model_executor/layers/attention/sparse_mla_attention.py",
-}
 INFO = "vllm-0.29.0.dist-info"
+# A file that the tree lacks.
+NEW = "vllm/utils/pinned_new.py"
 
 
 @pytest.fixture
 def root(tree: Callable[[str], Path]) -> Path:
-    """A 0.29.0 to write to, where three files are edited."""
+    """A 0.29.0 to write to, where three files and more are edited."""
     return tree("0.29.0")
 
 
 def needed(target: Target) -> dict[str, bytes]:
-    """New bytes of the files that the edits change."""
-    return changes(target.read, survey(target.read, load_edits()))
+    """New bytes of three files that edits change, and of one that is new."""
+    few = [edit for edit in load_edits() if edit.metadata["kind"] == "A"]
+    new = changes(target.read, survey(target.read, few))
+    assert len(new) == 3
+    return {**new, NEW: b"NEW = True\n"}
+
+
+def touched(root: Path, edits: list[Edit]) -> tuple[set[str], set[str]]:
+    """The files that `edits` change in `root`, and those that they bring."""
+    findings = survey(resolve(str(root)).read, edits)
+    found = [f.edit for f in findings if f.state is State.NEEDED]
+    return {e.path for e in found}, {e.module for e in found if e.module}
 
 
 def check_record(root: Path) -> None:
@@ -64,12 +71,13 @@ def test_apply_and_revert(root: Path, run: Run) -> None:
     (root / EPLB).chmod(0o640)
     before = files(root)
     check_record(root)
+    edited, brought = touched(root, load_edits())
 
     assert run("apply", root).returncode == 0
     after = files(root)
     changed = {name for name in before if before[name] != after[name]}
-    assert changed == EDITED | {f"{INFO}/RECORD"}
-    assert set(after) - set(before) == {f"{INFO}/vllm-pinned.json"}
+    assert changed == edited | {f"{INFO}/RECORD"}
+    assert set(after) - set(before) == brought | {f"{INFO}/vllm-pinned.json"}
     assert {n: mode for n, (_, mode) in before.items()}.items() <= {
         n: mode for n, (_, mode) in after.items()
     }.items()
@@ -84,6 +92,104 @@ def test_apply_and_revert(root: Path, run: Run) -> None:
     again = run("revert", root)
     assert (again.returncode, files(root)) == (0, before)
     assert "nothing to revert" in again.stdout
+
+
+def test_a_module_comes_and_goes_with_its_edit(
+    root: Path, run: Run, fork: Path
+) -> None:
+    (root / NOTE).parent.chmod(0o750)
+    before = files(root)
+    assert run("status", root, cwd=fork).returncode == 1
+    done = run("apply", root, cwd=fork)
+    assert done.returncode == 0, done.stderr
+    after = files(root)
+    assert after[NOTE][0] == NOTE_MODULE.encode()
+    assert after[NOTE][1] & 0o777 == 0o640  # as its folder
+    assert b"with staging_note(tensor):" in after[EPLB][0]
+    check_record(root)
+    status = run("status", root, cwd=fork)
+    assert (status.returncode, files(root)) == (0, after)
+    assert re.search(r"vllm-pinned applied .*staging-note", status.stdout)
+
+    done = run("revert", root, cwd=fork)
+    assert f"{NOTE}\n" in done.stdout
+    assert files(root) == before
+
+
+def test_a_module_on_top_of_an_older_set_of_edits(
+    root: Path, run: Run, fork: Path
+) -> None:
+    before = files(root)
+    run("apply", root)
+    assert run("status", root, cwd=fork).returncode == 1
+    assert run("apply", root, cwd=fork).returncode == 0
+    check_record(root)
+    assert NOTE in files(root)
+    assert run("revert", root).returncode == 0  # the older set knows no such module
+    assert files(root) == before
+
+
+def test_a_module_of_the_tree_is_not_overwritten(
+    root: Path, run: Run, fork: Path
+) -> None:
+    (root / NOTE).write_text("MINE = True\n")
+    before = files(root)
+    for command in ("status", "diff", "apply"):
+        done = run(command, root, cwd=fork)
+        assert done.returncode == 2
+        refused, advice = done.stderr.splitlines()
+        assert f"staging-note has drifted in {EPLB}:" in refused
+        assert refused.endswith(f"the {NOTE} there is not this fork's")
+        assert advice.startswith("nothing was changed; use an unchanged vLLM")
+    assert files(root) == before
+
+
+def test_a_module_that_was_there_stays(root: Path, run: Run, fork: Path) -> None:
+    (root / NOTE).write_text(NOTE_MODULE)
+    before = files(root)
+    run("apply", root, cwd=fork)
+    run("revert", root, cwd=fork)
+    assert files(root) == before
+
+
+def test_a_changed_module_is_not_removed(root: Path, run: Run, fork: Path) -> None:
+    run("apply", root, cwd=fork)
+    with (root / NOTE).open("a") as file:
+        file.write("# mine\n")
+    before = files(root)
+    done = run("revert", root, cwd=fork)
+    assert done.returncode == 2
+    assert f"{NOTE} was changed after the edits were applied" in done.stderr
+    assert files(root) == before
+
+
+def test_revert_after_git_removed_a_module(root: Path, run: Run, fork: Path) -> None:
+    """The edits are still there: only revert helps, or putting the module back."""
+    before = files(root)
+    run("apply", root, cwd=fork)
+    (root / NOTE).unlink()
+    status = run("status", root, cwd=fork)
+    assert status.returncode == 2
+    assert f"the cure is there, but not {NOTE}" in status.stderr
+    assert run("revert", root, cwd=fork).returncode == 0
+    assert files(root) == before
+
+
+def test_apply_again_after_git_put_the_tree_back(
+    root: Path, run: Run, fork: Path
+) -> None:
+    before = files(root)
+    run("apply", root, cwd=fork)
+    after = files(root)
+    for name in before:
+        if name.startswith("vllm/"):
+            (root / name).write_bytes(before[name][0])
+    (root / NOTE).unlink()
+    run("apply", root, cwd=fork)
+    assert {**files(root), f"{INFO}/RECORD": after[f"{INFO}/RECORD"]} == after
+    check_record(root)
+    run("revert", root, cwd=fork)
+    assert files(root) == before
 
 
 def test_status_says_what_was_applied(root: Path, run: Run) -> None:
@@ -111,8 +217,9 @@ def test_a_checkout_has_no_record_and_stays_clean_for_git(root: Path, run: Run) 
 def test_an_unversioned_source_tree(root: Path, run: Run) -> None:
     shutil.rmtree(root / INFO)
     before = files(root)
+    _, brought = touched(root, load_edits())
     assert run("apply", root).returncode == 0
-    assert set(files(root)) - set(before) == {".vllm-pinned.json"}
+    assert set(files(root)) - set(before) == brought | {".vllm-pinned.json"}
     assert run("revert", root / "vllm").returncode == 0
     assert files(root) == before
 
@@ -120,13 +227,14 @@ def test_an_unversioned_source_tree(root: Path, run: Run) -> None:
 def test_a_newer_set_of_edits_on_top(root: Path) -> None:
     """Edits applied in two steps are reverted in one, to the released bytes."""
     before = files(root)
+    edited, brought = touched(root, load_edits())
     for edit in load_edits():
         target = resolve(str(root))
         findings = survey(target.read, [edit])
         if new := changes(target.read, findings):
             write.apply(target, new, [edit.id])
             check_record(root)
-    assert set(write.revert(resolve(str(root)))) == EDITED
+    assert set(write.revert(resolve(str(root)))) == edited | brought
     assert files(root) == before
 
 
@@ -331,10 +439,10 @@ def test_a_killed_command_leaves_what_the_next_mends(root: Path, run: Run) -> No
     while True:
         assert kill_at(line, lambda: write.apply(target, new, []))
         if files(root)[EPLB] != before[EPLB]:
-            break  # one of three files is renamed into place
+            break  # one of the files is renamed into place
         put(root, before)
         line += 5
-    assert len({files(root)[n] == before[n] for n in EDITED}) == 2
+    assert len({files(root)[n] == before[n] for n in set(new) & set(before)}) == 2
     status = run("status", root)
     assert status.returncode == 1, status.stderr
     assert files(root) == before
@@ -382,7 +490,7 @@ def test_a_full_disk(root: Path) -> None:
     target = resolve(str(root))
     new = needed(target)
     # Each file as it is would fit, the largest does not once it is edited.
-    limit = max(len(before[name][0]) for name in EDITED)
+    limit = max(len(before[name][0]) for name in set(new) & set(before))
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
     try:
