@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host time of a FlashInfer plan: unpatched, guarded, and with unpinned workspaces.
+
+    python benchmarks/plan_guard.py [--plans N] [--json FILE]
+
+Needs an NVIDIA GPU, and a patched vLLM beside FlashInfer. Plans of the three forms take
+turns, each with a wrapper of its own:
+
+- unpatched: FlashInfer's plan alone;
+- guarded: the same under vLLM's plan_guard();
+- unpinned: the operators' work-around, FlashInfer's workspace in pageable memory.
+
+GPU idle: the GPU has nothing to do. GPU busy: a kernel of 5 ms is queued, and behind it
+another plan of the same wrapper. That is when a plan without the guard races.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flashinfer
+import torch
+
+from vllm.utils import flashinfer_plan_guard as guard
+
+HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
+MAX_LEN = 8192  # tokens of a request
+BUSY = 5.0  # ms
+WORKSPACE = guard.WORKSPACE
+FORMS = ("unpatched", "guarded", "unpinned")
+DTYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
+
+
+class Batch(NamedTuple):
+    """Host tensors (pinned int32) and page indices (int32, on the GPU) of a batch."""
+
+    queries: torch.Tensor  # offsets, [requests + 1]
+    pages: torch.Tensor  # offsets, [requests + 1]
+    indices: torch.Tensor  # [pages of all requests]
+    last: torch.Tensor  # tokens in each request's last page, [requests]
+
+
+class Case(NamedTuple):
+    """What is planned: name, batches, and how to make a wrapper and plan with it."""
+
+    name: str
+    batches: list[Batch]
+    make: Callable[[], Any]
+    plan: Callable[[Any, Batch], None]
+
+
+def make_batch(requests: int, query: int, rng: random.Random) -> Batch:
+    lengths = [rng.randint(query, MAX_LEN) for _ in range(requests)]
+    pages = [0, *itertools.accumulate(-(-length // PAGE) for length in lengths)]
+
+    def pinned(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).pin_memory()
+
+    return Batch(
+        pinned([query * index for index in range(requests + 1)]),
+        pinned(pages),
+        torch.arange(pages[-1], dtype=torch.int32, device="cuda"),
+        pinned([(length - 1) % PAGE + 1 for length in lengths]),
+    )
+
+
+def float_workspace() -> torch.Tensor:
+    """Enough for any batch. A plan looks at its size alone."""
+    return torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+
+
+def decode_case(requests: int, floats: torch.Tensor) -> Case:
+    """Decode for a CUDA graph, planned as vLLM plans it from the second time on."""
+    rng = random.Random(requests)
+    batches = [make_batch(requests, 1, rng) for _ in range(4)]
+
+    def make() -> Any:
+        def index(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device="cuda")
+
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            floats,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=index(requests + 1),
+            paged_kv_indices_buffer=index(requests * MAX_LEN // PAGE),
+            paged_kv_last_page_len_buffer=index(requests),
+            backend="fa2",
+        )
+        _, pages, indices, last = batches[0]
+        sizes = HEADS, KV_HEADS, HEAD_DIM, PAGE
+        wrapper.plan(pages, indices, last, *sizes, **DTYPES)
+        return wrapper
+
+    def plan(wrapper: Any, batch: Batch) -> None:
+        flashinfer.decode.fast_decode_plan(
+            wrapper,
+            *(batch.pages, batch.indices, batch.last),
+            *(HEADS, KV_HEADS, HEAD_DIM, PAGE),
+            **DTYPES,
+        )
+
+    return Case(f"decode, {requests} requests", batches, make, plan)
+
+
+def prefill_case(requests: int, query: int, floats: torch.Tensor) -> Case:
+    rng = random.Random(requests)
+    batches = [make_batch(requests, query, rng) for _ in range(4)]
+
+    def make() -> Any:
+        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(floats, "NHD")
+
+    def plan(wrapper: Any, batch: Batch) -> None:
+        wrapper.plan(*batch, HEADS, KV_HEADS, HEAD_DIM, PAGE, causal=True, **DTYPES)
+
+    return Case(f"prefill, {requests} of {query} tokens", batches, make, plan)
+
+
+def cycles_per_ms() -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(1_000_000)
+    start.record()
+    torch.cuda._sleep(50_000_000)
+    end.record()
+    torch.cuda.synchronize()
+    return 50_000_000 / start.elapsed_time(end)
+
+
+def measure(case: Case, plans: int, busy_cycles: int) -> dict[str, list[float]]:
+    """Host times of each form's plans, in microseconds."""
+    wrappers = {form: case.make() for form in FORMS}
+    unpinned = wrappers["unpinned"]
+    pageable = torch.empty(getattr(unpinned, WORKSPACE).shape, dtype=torch.uint8)
+    setattr(unpinned, WORKSPACE, pageable)
+
+    def plan(form: str, batch: Batch) -> None:
+        if form == "guarded":
+            with guard.plan_guard(wrappers[form]):
+                case.plan(wrappers[form], batch)
+        else:
+            case.plan(wrappers[form], batch)
+
+    times: dict[str, list[float]] = {form: [] for form in FORMS}
+    warm_up = plans // 10
+    for turn in range(warm_up + plans):
+        for place in range(len(FORMS)):
+            form = FORMS[(turn + place) % len(FORMS)]
+            batch = case.batches[turn % len(case.batches)]
+            torch.cuda.synchronize()
+            if busy_cycles:
+                torch.cuda._sleep(busy_cycles)
+                plan(form, case.batches[(turn + 1) % len(case.batches)])
+            start = time.perf_counter_ns()
+            plan(form, batch)
+            elapsed = time.perf_counter_ns() - start
+            if turn >= warm_up:
+                times[form].append(elapsed / 1000)
+    torch.cuda.synchronize()
+    return times
+
+
+def measure_guard(busy_cycles: int, floats: torch.Tensor) -> list[float]:
+    """Host times of entering and leaving the guard, in microseconds."""
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(floats, "NHD")
+    times = []
+    for _ in range(400):
+        torch.cuda.synchronize()
+        if busy_cycles:
+            torch.cuda._sleep(busy_cycles)
+            with guard.plan_guard(wrapper):
+                pass
+        start = time.perf_counter_ns()
+        with guard.plan_guard(wrapper):
+            pass
+        times.append((time.perf_counter_ns() - start) / 1000)
+    torch.cuda.synchronize()
+    return times[100:]
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    return {
+        "median": statistics.median(times),
+        "p99": statistics.quantiles(times, n=100)[98],
+    }
+
+
+def spare_bytes() -> int:
+    """Page-locked memory that the guard has allocated, all wrappers together."""
+    return sum(size * pool.allocated for (_, size), pool in guard._spares.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plans", type=int, default=300, help="of each form")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no NVIDIA GPU; run this where there is one")
+    if arguments.plans < 2:
+        parser.error("--plans must be 2 or more")
+
+    floats = float_workspace()
+    cases = [decode_case(64, floats), decode_case(256, floats)]
+    # Its schedule exceeds 64 KiB, above which a pageable copy waits for the stream.
+    cases.append(prefill_case(32, 512, floats))
+    loads = {"idle": 0, "busy": int(BUSY * cycles_per_ms())}
+    found: dict[str, Any] = {"microseconds": {}, "guard": {}}
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
+    print(f"FlashInfer {flashinfer.__version__}, {arguments.plans} plans of each form")
+    print("the guard alone (enter and exit):")
+    for load, cycles in loads.items():
+        cost = found["guard"][load] = summary(measure_guard(cycles, floats))
+        print(f"  GPU {load}: {cost['median']:.1f} us ({cost['p99']:.1f})")
+    print("\nhost time of a plan in us: median (p99)\n")
+    print(f"{'':28} {'GPU':5}", *(f"{form:>18}" for form in FORMS), f"{'guard':>8}")
+    for case, (load, cycles) in itertools.product(cases, loads.items()):
+        times = measure(case, arguments.plans, cycles)
+        cells = {form: summary(times[form]) for form in FORMS}
+        found["microseconds"].setdefault(case.name, {})[load] = cells
+        added = cells["guarded"]["median"] / cells["unpatched"]["median"] - 1
+        print(
+            f"{case.name:28} {load:5}",
+            *(f"{c['median']:9.1f} ({c['p99']:6.0f})" for c in cells.values()),
+            f"{added:+8.1%}",
+        )
+    found["spare_bytes"] = spare_bytes()
+    print(f"spare workspaces: {spare_bytes() / 2**20:.0f} MiB of page-locked memory")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
