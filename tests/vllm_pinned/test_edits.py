@@ -6,15 +6,17 @@ The snippets have the names that a rule looks for and nothing else of vLLM.
 
 import textwrap
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from vllm_pinned.edits import Edit, load_edits
+from vllm_pinned.edits import Edit, edits_folder, load_edits
 from vllm_pinned.errors import BadInput
+from vllm_pinned.imports import parse
 from vllm_pinned.survey import Read, State, changes, survey
 
-TORCH_UTILS = {"vllm/utils/torch_utils.py": "PIN_MEMORY = True\n"}
+TORCH_UTILS = {
+    "vllm/utils/torch_utils.py": "PIN_MEMORY = True\nasync_tensor_h2d = print\n"
+}
 EDITS = {edit.id: edit for edit in load_edits()}
 
 
@@ -33,6 +35,9 @@ def made(edit: str, source: str) -> str:
 
 def reader(edit: str, source: str, others: dict[str, str] | None = None) -> Read:
     tree = {**TORCH_UTILS, **(others or {}), EDITS[edit].path: textwrap.dedent(source)}
+    line, module = EDITS[edit].import_line, EDITS[edit].module
+    if line and module and parse(line)[0] in source:  # the edit was made
+        tree[module] = (EDITS[edit].own(module) or b"").decode()
     return lambda path: tree[path].encode() if path in tree else None
 
 
@@ -45,6 +50,41 @@ class Case:
     cured: str
     near: dict[tuple[str, str], str]
 
+
+# Two proposers have the same method.
+BACKUP_TOKENS = """\
+    import torch
+    from vllm.v1.utils import CpuGpuBuffer
+
+
+    class Proposer:
+        def __init__(self, max_num_seqs, device):
+            self.device = device
+            self.backup_next_token_ids = CpuGpuBuffer(
+                max_num_seqs, dtype=torch.int32, device=device
+            )
+
+        def prepare_next_token_ids_padded(self, requests, batch):
+            count = batch.num_reqs
+            for i in range(count):
+                self.backup_next_token_ids.np[i] = requests[
+                    batch.req_ids[i]
+                ].get_token_id(batch.num_tokens[i] - 1)
+            self.backup_next_token_ids.copy_to_gpu(count)
+            return self.backup_next_token_ids.gpu
+    """
+OWN_BACKUP_TOKENS = BACKUP_TOKENS.replace(
+    """\
+            for i in range(count):
+""",
+    """\
+            # A fresh buffer: the last call's copy may still have to read the previous one.
+            self.backup_next_token_ids = CpuGpuBuffer(
+                count, dtype=torch.int32, device=self.device
+            )
+            for i in range(count):
+""",
+)
 
 CASES = [
     Case(
@@ -291,8 +331,604 @@ CASES = [
             ("class _SM90State", "class _SM90State2"): "another class",
         },
     ),
+    Case(
+        "flashinfer-dcp-prefill-plan",
+        fault="""\
+            import torch
+            from vllm.utils.flashinfer import can_use
+            from vllm.utils.torch_utils import PIN_MEMORY
+
+
+            class BatchDCPPrefillWrapper:
+                def plan(self, indptr, causal):
+                    self._context.plan(
+                        qo_indptr=indptr,
+                        causal=False,  # context
+                    )
+                    self._new_tokens.plan(qo_indptr=indptr, causal=causal)
+
+                def run(self, query):
+                    return self._context.run(query), self._new_tokens.run(query)
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.flashinfer import can_use
+            from vllm.utils.flashinfer_plan_guard import plan_guard
+            from vllm.utils.torch_utils import PIN_MEMORY
+
+
+            class BatchDCPPrefillWrapper:
+                def plan(self, indptr, causal):
+                    with plan_guard(self._context):
+                        self._context.plan(
+                            qo_indptr=indptr,
+                            causal=False,  # context
+                        )
+                    with plan_guard(self._new_tokens):
+                        self._new_tokens.plan(qo_indptr=indptr, causal=causal)
+
+                def run(self, query):
+                    return self._context.run(query), self._new_tokens.run(query)
+            """,
+        near={
+            ("self._new_tokens.plan", "self._new_tokens.begin"): "one plan of two",
+            ("self._context.plan(", "self._native.plan("): "another wrapper",
+            ("self._new_tokens.plan", "x = self._new_tokens.plan"): "no statement",
+            ("def plan", "def prepare"): "another method",
+            ("class BatchDCPPrefillWrapper", "class BatchPrefillWrapper"): "not this",
+        },
+    ),
+    Case(
+        "flashinfer-prefill-plan",
+        fault="""\
+            import torch
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            class FlashInferMetadataBuilder:
+                def build(self, prefix, common):
+                    wrapper = self._get_prefill_wrapper()
+                    if self.use_dcp:
+                        wrapper.plan(qo_indptr_cpu=common.starts, head_dim=128)
+                    else:
+                        wrapper.plan(
+                            qo_indptr=common.starts,
+                            head_dim_qk=128,
+                        )
+                    return wrapper
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.flashinfer_plan_guard import plan_guard
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            class FlashInferMetadataBuilder:
+                def build(self, prefix, common):
+                    wrapper = self._get_prefill_wrapper()
+                    if self.use_dcp:
+                        wrapper.plan(qo_indptr_cpu=common.starts, head_dim=128)
+                    else:
+                        with plan_guard(wrapper):
+                            wrapper.plan(
+                                qo_indptr=common.starts,
+                                head_dim_qk=128,
+                            )
+                    return wrapper
+            """,
+        near={
+            ("head_dim_qk=128", "head_dim=128"): "the other wrapper's plan",
+            ("head_dim=128", "head_dim_qk=128"): "twice",
+            (
+                "wrapper.plan(\n                qo_indptr",
+                "self.w.plan(\n                qo_indptr",
+            ): "which wrapper?",
+            (
+                "wrapper.plan(\n                qo_indptr",
+                "begin(\n                qo_indptr",
+            ): "another call",
+            ("def build", "def rebuild"): "another method",
+            ("class FlashInferMetadataBuilder", "class MetadataBuilder"): "not this",
+        },
+    ),
+    Case(
+        "flashinfer-cascade-plan",
+        fault="""\
+            import torch
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            class FlashInferMetadataBuilder:
+                def build(self, prefix, common):
+                    if prefix > 0:
+                        metadata.cascade_wrapper = self._get_cascade_wrapper()
+                        metadata.cascade_wrapper.plan(
+                            [common.shared, common.starts],
+                            head_dim=128,
+                        )
+                    return metadata
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.flashinfer_plan_guard import plan_guard
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            class FlashInferMetadataBuilder:
+                def build(self, prefix, common):
+                    if prefix > 0:
+                        metadata.cascade_wrapper = self._get_cascade_wrapper()
+                        with plan_guard(metadata.cascade_wrapper):
+                            metadata.cascade_wrapper.plan(
+                                [common.shared, common.starts],
+                                head_dim=128,
+                            )
+                    return metadata
+            """,
+        near={
+            ("cascade_wrapper.plan(", "cascade_wrapper.begin("): "another call",
+            ("metadata.cascade_wrapper.plan", "self.wrapper.plan"): "another wrapper",
+            (
+                "    return metadata",
+                "    self.cascade_wrapper.plan()\n        return metadata",
+            ): "twice",
+            ("def build", "def rebuild"): "another method",
+            ("class FlashInferMetadataBuilder", "class MetadataBuilder"): "not this",
+        },
+    ),
+    Case(
+        "flashinfer-decode-plan",
+        fault="""\
+            import torch
+            from flashinfer.decode import fast_decode_plan
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            def fast_plan_decode(self, indptr, indices):
+                if getattr(self, "first", True):
+                    self.plan(
+                        indptr=indptr,
+                        indices=indices,
+                    )
+                    self.first = False
+                    return
+
+                fast_decode_plan(
+                    self,
+                    indptr=indptr,
+                    indices=indices,
+                )
+            """,
+        cured="""\
+            import torch
+            from flashinfer.decode import fast_decode_plan
+            from vllm.utils.flashinfer_plan_guard import plan_guard
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            def fast_plan_decode(self, indptr, indices):
+                if getattr(self, "first", True):
+                    with plan_guard(self):
+                        self.plan(
+                            indptr=indptr,
+                            indices=indices,
+                        )
+                    self.first = False
+                    return
+
+                with plan_guard(self):
+                    fast_decode_plan(
+                        self,
+                        indptr=indptr,
+                        indices=indices,
+                    )
+            """,
+        near={
+            ("    self.plan(", "    self.begin("): "one plan of two",
+            ("    fast_decode_plan(", "    decode_plan("): "another function",
+            (
+                "    fast_decode_plan(\n",
+                "    return fast_decode_plan(\n",
+            ): "no statement",
+            ("def fast_plan_decode", "def plan_decode"): "another function",
+            (
+                "        self.first = False",
+                "        self.plan(indptr=indptr)\n        self.first = False",
+            ): "three times",
+        },
+    ),
+    Case(
+        "sm90-sparse-mla-plan-guard",
+        fault="""\
+            import torch
+            from vllm.utils.torch_utils import PIN_MEMORY
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            class _SM90State:
+                def _plan(self, n):
+                    self.wrapper.plan(
+                        self._qo_cpu,
+                        self.num_heads,  # heads
+                    )
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.flashinfer_plan_guard import plan_guard
+            from vllm.utils.torch_utils import PIN_MEMORY
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+            class _SM90State:
+                def _plan(self, n):
+                    with plan_guard(self.wrapper):
+                        self.wrapper.plan(
+                            self._qo_cpu,
+                            self.num_heads,  # heads
+                        )
+            """,
+        near={
+            ("self.wrapper.plan(", "self.wrapper.begin("): "another call",
+            ("self.wrapper.plan(", "self.wrappers.plan("): "another wrapper",
+            ("class _SM90State", "class _SM100State"): "another class",
+        },
+    ),
+    Case(
+        "h2d-race-check",
+        fault="""\
+            import torch
+            from vllm.utils.gpu_sync_debug import enable_gpu_sync_check
+            from vllm.utils.mem_utils import MemorySnapshot
+
+
+            class Worker:
+                def init_device(self, index):
+                    if self.device_type == "cuda":
+                        self.device = torch.device("cuda", index)
+                        torch.accelerator.set_device_index(self.device)
+
+                        # Before the memory is measured.
+                        init_worker_distributed_environment(
+                            self.vllm_config, self.rank
+                        )
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.gpu_sync_debug import enable_gpu_sync_check
+            from vllm.utils.h2d_race_check import install_h2d_race_check
+            from vllm.utils.mem_utils import MemorySnapshot
+
+
+            class Worker:
+                def init_device(self, index):
+                    if self.device_type == "cuda":
+                        self.device = torch.device("cuda", index)
+                        torch.accelerator.set_device_index(self.device)
+                        install_h2d_race_check()
+
+                        # Before the memory is measured.
+                        init_worker_distributed_environment(
+                            self.vllm_config, self.rank
+                        )
+            """,
+        near={
+            ("index(self.device)", "index(0)"): "another device",
+            ("accelerator.set_device_index", "accelerator.device_index"): "not set",
+            ("init_worker_distributed_environment", "init"): "when is it used?",
+            ("def init_device", "def load_model"): "another method",
+            ("class Worker", "class XPUWorker"): "another class",
+            (
+                "self.device = torch.device",
+                "install_h2d_race_check()\n            self.device = torch.device",
+            ): "before the device is set",
+        },
+    ),
+    Case(
+        "flash-attn-mm-prefix-ranges",
+        fault="""\
+            import torch
+            from vllm.v1.attention.backend import AttentionBackend
+
+
+            class FlashAttentionMetadataBuilder:
+                def __init__(self, n):
+                    self.host = torch.empty((n, 2), pin_memory=PIN_MEMORY)
+                    self.device = torch.empty((n, 2), device="cuda")
+
+                def build(self, batch):
+                    count = fill(self.host.numpy(), batch)
+                    ranges = self.device[:count]
+                    ranges.copy_(
+                        self.host[:count],
+                        non_blocking=True,
+                    )
+                    return ranges
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.torch_utils import PIN_MEMORY
+            from vllm.v1.attention.backend import AttentionBackend
+
+
+            class FlashAttentionMetadataBuilder:
+                def __init__(self, n):
+                    self.host = torch.empty((n, 2), pin_memory=PIN_MEMORY)
+                    self.device = torch.empty((n, 2), device="cuda")
+
+                def build(self, batch):
+                    count = fill(self.host.numpy(), batch)
+                    ranges = self.device[:count]
+                    # The next build refills the buffer while this copy may still have to
+                    # read it, so the copy reads a pinned tensor of its own.
+                    staged = self.host[:count]
+                    pinned = torch.empty_like(staged, pin_memory=PIN_MEMORY).copy_(staged)
+                    ranges.copy_(pinned, non_blocking=True)
+                    return ranges
+            """,
+        near={
+            ("            non_blocking=True,\n", ""): "the copy is synchronous",
+            ("self.host[:count]", "self.other[:count]"): "another buffer",
+            ("self.host[:count]", "batch.host[:count]"): "not the builder's",
+            (", pin_memory=PIN_MEMORY", ""): "pageable: kind A",
+            ("def build", "def rebuild"): "another method",
+            ("class FlashAttentionMeta", "class FlexAttentionMeta"): "another class",
+            (
+                "        return ranges",
+                "        other.copy_(self.host[:count], non_blocking=True)\n"
+                "        return ranges",
+            ): "twice",
+        },
+    ),
+    Case(
+        "flashinfer-paged-kv-buffers",
+        fault="""\
+            import numpy as np
+            import torch
+
+
+            class FlashInferMetadataBuilder:
+                def __init__(self, config, n):
+                    self.pin_memory = not config.use_v2_model_runner and PIN_MEMORY
+                    self.paged_kv_indptr = self._make_buffer(n)
+
+                def _compute_flashinfer_kv_metadata(self, blocks, count):
+                    # in place
+                    np.cumsum(
+                        blocks,
+                        dtype=np.int32,
+                        out=self.paged_kv_indptr.np[1 : count + 1],
+                    )
+                    return self.paged_kv_indptr.copy_to_gpu(count + 1)
+            """,
+        cured="""\
+            import numpy as np
+            import torch
+
+
+            class FlashInferMetadataBuilder:
+                def __init__(self, config, n):
+                    self.pin_memory = not config.use_v2_model_runner and PIN_MEMORY
+                    self.paged_kv_indptr = self._make_buffer(n)
+
+                def _compute_flashinfer_kv_metadata(self, blocks, count):
+                    # in place
+                    # in pinned buffers of this build's own: copies of the last build may still
+                    # have to read those of the last
+                    if self.pin_memory:
+                        for buffer in (self.paged_kv_indptr, self.paged_kv_last_page_len):
+                            buffer.cpu = torch.zeros_like(buffer.cpu, pin_memory=True)
+                            buffer.np = buffer.cpu.numpy()
+                        self.paged_kv_indptr_cpu_buffer = torch.zeros_like(
+                            self.paged_kv_indptr.cpu, pin_memory=True
+                        )
+                    np.cumsum(
+                        blocks,
+                        dtype=np.int32,
+                        out=self.paged_kv_indptr.np[1 : count + 1],
+                    )
+                    return self.paged_kv_indptr.copy_to_gpu(count + 1)
+            """,
+        near={
+            ("not config.use_v2_model_runner and PIN_MEMORY", "False"): "pageable",
+            ("np.cumsum(", "np.cumprod("): "not the offsets",
+            ("self.paged_kv_indptr.np[", "self.offsets.np["): "another buffer",
+            ("np.cumsum(", "offsets = np.cumsum("): "no statement",
+            ("def _compute_flashinfer_kv_metadata", "def compute"): "another method",
+            ("class FlashInferMeta", "class FlashAttentionMeta"): "another class",
+            (
+                "        # in place",
+                "        np.cumsum(blocks, out=self.paged_kv_indptr.np[1:])",
+            ): "twice",
+        },
+    ),
+    Case(
+        "pipeline-input-prep-event",
+        fault="""\
+            import torch
+
+
+            class GPUModelRunner:
+                def __init__(self, vllm_config, device):
+                    self.vllm_config = vllm_config
+                    self.prepare_inputs_event = None
+                    if self.use_async_scheduling:
+                        self.copy_stream = torch.cuda.Stream()
+                        # Sleeps.
+                        self.prepare_inputs_event = torch.cuda.Event(blocking=True)
+
+                    self.device = device
+            """,
+        cured="""\
+            import torch
+
+
+            class GPUModelRunner:
+                def __init__(self, vllm_config, device):
+                    self.vllm_config = vllm_config
+                    self.prepare_inputs_event = None
+                    if self.use_async_scheduling:
+                        self.copy_stream = torch.cuda.Stream()
+                        # Sleeps.
+                        self.prepare_inputs_event = torch.cuda.Event(blocking=True)
+                    elif self.vllm_config.max_concurrent_batches > 1 and self.device.type != "cpu":
+                        # Pipeline parallelism overlaps steps too.
+                        self.prepare_inputs_event = torch.cuda.Event(blocking=True)
+
+                    self.device = device
+            """,
+        near={
+            ("self.use_async_scheduling:", "self.use_async_spec_decode:"): "less often",
+            ("self.use_async_scheduling:", "True:"): "always",
+            (
+                "self.prepare_inputs_event = torch",
+                "self.event = torch",
+            ): "another event",
+            (
+                "\n\n        self.device",
+                "\n        else:\n            self.copy_stream = None\n"
+                "        self.device",
+            ): "there is something else",
+            ("def __init__", "def load_model"): "another method",
+            ("class GPUModelRunner", "class ModelRunner"): "another class",
+        },
+    ),
+    *(
+        Case(
+            edit,
+            fault=BACKUP_TOKENS.replace("class Proposer", f"class {proposer}"),
+            cured=OWN_BACKUP_TOKENS.replace("class Proposer", f"class {proposer}"),
+            near={
+                ("copy_to_gpu(count)", "copy_to_cpu(count)"): "not copied",
+                ("ids.copy_to_gpu", "ids_gpu.copy_to_gpu"): "another buffer is copied",
+                (".np[i] =", ".cpu[i] ="): "not filled so",
+                ("in range(count)", "in count"): "how many is not told",
+                ("= CpuGpuBuffer(", "= make_buffer("): "what buffer?",
+                ("def __init__", "def prepare"): "made when?",
+                ("def prepare_next_token_ids_padded", "def prepare"): "another method",
+                (f"class {proposer}", "class Proposer"): "another class",
+                (
+                    "        return",
+                    "        for i in range(count):\n"
+                    "            self.backup_next_token_ids.np[i] = 0\n"
+                    "        self.backup_next_token_ids.copy_to_gpu(count)\n"
+                    "        return",
+                ): "twice",
+            },
+        )
+        for edit, proposer in (
+            ("drafter-backup-tokens", "SpecDecodeBaseProposer"),
+            ("extract-hidden-states-backup-tokens", "ExtractHiddenStatesProposer"),
+        )
+    ),
+    Case(
+        "grammar-bitmask-copy",
+        fault="""\
+            import torch
+            from vllm.utils.torch_utils import PIN_MEMORY, async_tensor_h2d
+
+
+            class StructuredOutputsWorker:
+                def apply_grammar_bitmask(self, logits, ids, grammar_bitmask):
+                    with torch.cuda.stream(self.copy_stream):
+                        bitmask = async_tensor_h2d(
+                            grammar_bitmask, out=self.bitmask[: grammar_bitmask.shape[0]]
+                        )
+                    with torch.cuda.stream(self.copy_stream):
+                        indices = async_tensor_h2d(ids, out=self.indices[: len(ids)])
+                    return bitmask, indices
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.torch_utils import PIN_MEMORY, async_tensor_h2d
+
+
+            class StructuredOutputsWorker:
+                def apply_grammar_bitmask(self, logits, ids, grammar_bitmask):
+                    with torch.cuda.stream(self.copy_stream):
+                        bitmask = async_tensor_h2d(
+                            # A copy: the backend may refill the bitmask before it is on the GPU.
+                            grammar_bitmask.copy(),
+                            out=self.bitmask[: grammar_bitmask.shape[0]],
+                        )
+                    with torch.cuda.stream(self.copy_stream):
+                        indices = async_tensor_h2d(ids, out=self.indices[: len(ids)])
+                    return bitmask, indices
+            """,
+        near={
+            ("async_tensor_h2d(\n", "self.copy(\n"): "copied how?",
+            (
+                "(\n                grammar_bitmask,",
+                "(\n                masks,",
+            ): "of what?",
+            ("grammar_bitmask, out=", "grammar_bitmask, device="): "no target",
+            ("ids, out=", "grammar_bitmask, out="): "twice",
+            ("def apply_grammar_bitmask", "def apply"): "another method",
+            ("class StructuredOutputsWorker", "class Worker"): "another class",
+        },
+    ),
+    Case(
+        "num-computed-tokens-copy",
+        fault="""\
+            import torch
+            from vllm.triton_utils import tl, triton
+            from vllm.v1.utils import CpuGpuBuffer
+
+
+            class GPUModelRunner:
+                def _prepare_inputs(self, count):
+                    if self.use_async_spec_decode:
+                        counts = self.input_batch.num_computed_tokens_cpu_tensor[:count].to(
+                            device=self.device, non_blocking=True
+                        )
+                        update(self.num_computed_tokens, counts)
+                    else:
+                        self.num_computed_tokens[:count].copy_(
+                            self.input_batch.num_computed_tokens_cpu_tensor[:count],
+                            non_blocking=True,
+                        )
+            """,
+        cured="""\
+            import torch
+            from vllm.triton_utils import tl, triton
+            from vllm.utils.torch_utils import async_tensor_h2d
+            from vllm.v1.utils import CpuGpuBuffer
+
+
+            class GPUModelRunner:
+                def _prepare_inputs(self, count):
+                    if self.use_async_spec_decode:
+                        counts = async_tensor_h2d(
+                            # A copy: rejected tokens may be subtracted before it is on the GPU.
+                            self.input_batch.num_computed_tokens_cpu_tensor[:count].clone(),
+                            device=self.device,
+                        )
+                        update(self.num_computed_tokens, counts)
+                    else:
+                        self.num_computed_tokens[:count].copy_(
+                            self.input_batch.num_computed_tokens_cpu_tensor[:count],
+                            non_blocking=True,
+                        )
+            """,
+        near={
+            (", non_blocking=True", ""): "the copy is synchronous",
+            ("_tensor[:count].to(", "_tensor[rows].to("): "indexed, which copies",
+            ("device=self.device", "device='cpu'"): "to where?",
+            ("_cpu_tensor[:count].to(", "_tensor[:count].to("): "another buffer",
+            ("def _prepare_inputs", "def _prepare"): "another method",
+            ("class GPUModelRunner", "class ModelRunner"): "another class",
+            (
+                "self.num_computed_tokens[:count].copy_(",
+                "self.input_batch.num_computed_tokens_cpu_tensor[:count].to(\n"
+                "                device=self.device, non_blocking=True\n"
+                "            )\n"
+                "            self.num_computed_tokens[:count].copy_(",
+            ): "twice",
+        },
+    ),
 ]
 BY_ID = pytest.mark.parametrize("case", CASES, ids=lambda case: case.edit)
+IMPORTING = [case for case in CASES if EDITS[case.edit].import_line]
+FROM_VLLM = [case for case in IMPORTING if not EDITS[case.edit].module]
 NEAR = pytest.mark.parametrize(
     ("case", "change"),
     [(case, change) for case in CASES for change in case.near],
@@ -325,20 +961,22 @@ def test_near_misses_are_drift(case: Case, change: tuple[str, str]) -> None:
         made(case.edit, near)
 
 
-@BY_ID
+@pytest.mark.parametrize("case", IMPORTING, ids=lambda case: case.edit)
 @pytest.mark.parametrize("offered", [True, False])
 def test_a_cure_without_its_import_is_drift(
     case: Case, offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not offered:
         monkeypatch.setitem(TORCH_UTILS, "vllm/utils/torch_utils.py", "OTHER = 1\n")
-    lines = textwrap.dedent(case.cured).splitlines(keepends=True)
+    line = EDITS[case.edit].import_line or ""
+    _, name = parse(line)
+    source = textwrap.dedent(case.cured)
     without = "".join(
-        line.replace("PIN_MEMORY, ", "")
-        for line in lines
-        if line.strip() != "PIN_MEMORY,"
-        and line != "from vllm.utils.torch_utils import PIN_MEMORY\n"
+        text.replace(f"{name}, ", "") if text.startswith("from ") else text
+        for text in source.splitlines(keepends=True)
+        if text.strip() not in (f"{name},", line)
     )
+    assert without != source
     assert look(case.edit, without) is State.DRIFTED
 
 
@@ -350,8 +988,8 @@ def test_fault_and_cure_side_by_side_are_drift(case: Case) -> None:
     assert look(case.edit, both) is State.DRIFTED
 
 
-@BY_ID
-def test_a_vllm_without_pin_memory_is_drift(
+@pytest.mark.parametrize("case", FROM_VLLM, ids=lambda case: case.edit)
+def test_a_vllm_without_the_import_is_drift(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TORCH_UTILS, "vllm/utils/torch_utils.py", "OTHER = 1\n")
@@ -362,6 +1000,13 @@ def test_a_vllm_without_pin_memory_is_drift(
 def test_a_file_that_is_gone_is_absent(case: Case) -> None:
     (finding,) = survey(lambda _: None, [EDITS[case.edit]])
     assert finding.state is State.ABSENT
+
+
+@BY_ID
+@pytest.mark.parametrize("source", ["", "import torch\n"])
+def test_a_file_that_says_nothing_is_drift(case: Case, source: str) -> None:
+    """Above all where an edit is absent by what the file says."""
+    assert look(case.edit, source) is State.DRIFTED
 
 
 @BY_ID
@@ -429,7 +1074,21 @@ def test_arguments_pinned_in_the_call_are_a_cure() -> None:
     assert look(case.edit, pinned) is State.DRIFTED
 
 
+def test_backup_tokens_from_a_list_are_a_cure() -> None:
+    """async_tensor_h2d() puts a list into pinned memory of the call's own."""
+    source = textwrap.dedent(BACKUP_TOKENS)
+    source = source.replace("class Proposer", "class SpecDecodeBaseProposer")
+    tokens = "[requests[name].get_token_id(-1) for name in batch.req_ids]"
+    copied = f"        async_tensor_h2d({tokens}, device=self.device)\n"
+    loop = source[source.index("        for i in") : source.index("        return")]
+    source = source.replace(loop, copied)
+    assert look("drafter-backup-tokens", source) is State.PRESENT
+    reused = source.replace(tokens, "self.tokens[:count]")
+    assert look("drafter-backup-tokens", reused) is State.DRIFTED
+
+
 def test_edits_tell_their_files(edits: list[Edit]) -> None:
     for edit in edits:
         assert edit.source.with_suffix(".py").as_posix().endswith(edit.path)
-        assert not Path(edit.source.parent, "__init__.py").exists()
+        assert edit.own(edit.regression)
+    assert not list(edits_folder().glob("vllm/**/__init__.py"))

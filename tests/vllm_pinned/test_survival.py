@@ -66,6 +66,125 @@ SUBJECTS = {
             (r"self\._kv_cpu,\n", r"self.kv_indptr,\n"),
         ),
     ),
+    "flashinfer-dcp-prefill-plan": (
+        "0.33.0",
+        ("qo_indptr_cpu", "num_qo_heads", "head_dim", "window_left"),
+        (
+            (r"self\._new_tokens\.plan\(", r"self._new_tokens.begin("),
+            (r"self\._context\.plan\(", r"self._native_context.plan("),
+            (r"(\n +)(self\._context\.plan\()", r"\1done = \2"),
+        ),
+    ),
+    "flashinfer-prefill-plan": (
+        "0.33.0",
+        ("prefill_wrapper", "qo_indptr_prefill_cpu", "o_dtype"),
+        (
+            (r"prefill_wrapper\.plan\(\s+qo_indptr=", r"plan(qo_indptr="),
+            (r"(paged_kv_last_page_len_prefill_cpu,[^)]+)head_dim_qk=", r"\1head_dim="),
+            (r"(page_size=self.page_size,\s+)num_qo_heads", r"\1head_dim_qk=1, num_qo"),
+        ),
+    ),
+    "flashinfer-cascade-plan": (
+        "0.29.0",
+        ("attn_metadata", "shared_qo_indptr_cpu"),
+        (
+            (r"(attn_metadata)\.cascade_wrapper\.plan\(", r"\1.shared_wrapper.plan("),
+            (r"(cascade_wrapper)\.plan\(", r"\1.begin("),
+        ),
+    ),
+    "flashinfer-decode-plan": (
+        "0.33.0",
+        ("indptr_cpu", "last_page_len_cpu", "window_left"),
+        (
+            (r"\n        self\.plan\(", r"\n        self.begin("),
+            (r"\n    fast_decode_plan\(", r"\n    return fast_decode_plan("),
+            (r"(\n    fast_decode_plan\(\s+)self,", r"\1"),
+        ),
+    ),
+    "sm90-sparse-mla-plan-guard": (
+        "0.30.0",
+        ("num_tokens", "kv_lens"),
+        (
+            (r"self\.wrapper\.plan\(", r"self.wrapper.replan("),
+            (r"self\.wrapper\.plan\(", r"wrapper.plan("),
+        ),
+    ),
+    "drafter-backup-tokens": (
+        "0.33.0",
+        ("num_reqs", "i", "requests", "gpu_input_batch", "backup_tokens_gpu"),
+        (
+            (r"(self\.backup_next_token_ids)\.copy_to_gpu\(", r"\1.copy_to_cpu("),
+            (r"(self\.backup_next_token_ids)\.np\[", r"\1.cpu["),
+            (r"(self\.backup_next_token_ids = )CpuGpuBuffer\(", r"\1make_buffer("),
+            (r"in range\(num_reqs\):(\s+self\.backup)", r"in requests:\1"),
+        ),
+    ),
+    "extract-hidden-states-backup-tokens": (
+        "0.29.0",
+        ("num_reqs", "i", "requests", "gpu_input_batch", "backup_tokens_gpu"),
+        (
+            (r"(self\.backup_next_token_ids)\.copy_to_gpu\(", r"\1.copy_to_cpu("),
+            (r"(self\.backup_next_token_ids)\.np\[", r"\1.cpu["),
+            (r"(self\.backup_next_token_ids = )CpuGpuBuffer\(", r"\1make_buffer("),
+            (r"in range\(num_reqs\):(\s+self\.backup)", r"in requests:\1"),
+        ),
+    ),
+    "grammar-bitmask-copy": (
+        "0.29.0",
+        ("logits", "bitmask", "mapping", "logits_indices"),
+        (
+            (r"async_copy_to_gpu\(\s+grammar", r"copy(grammar"),
+            (r"(async_copy_to_gpu\(\s+)grammar_bitmask", r"\1self.grammar_bitmask"),
+            (r"(grammar_bitmask, )out=self.grammar_bitmask", r"\1device=self.device"),
+        ),
+    ),
+    "num-computed-tokens-copy": (
+        "0.26.0",  # in later ones ruff makes a tuple of what a del names
+        ("num_reqs", "cpu_values", "prev_req_id_to_index"),
+        (
+            (r"(_cpu_tensor\[:num_reqs\]\.to\([^)]+), non_blocking=True", r"\1"),
+            (r"(_cpu_tensor\[):num_reqs\]\.to\(", r"\1req_indices].to("),
+            (r"num_computed_tokens_cpu_tensor(\[:num_reqs\]\.to\()", r"counts\1"),
+        ),
+    ),
+    "h2d-race-check": (
+        "0.33.0",
+        ("visible_device_index", "parallel_config", "assigned_physical_gpu_ids"),
+        (
+            (r"(set_device_index\()self\.device\)", r"\1self.rank)"),
+            (r"torch\.accelerator\.set_device_index\(", r"torch.cuda.set_device("),
+            (r"init_worker_distributed_environment\(", r"init_distributed("),
+            (r"(\n +)(torch\.accelerator\.set_dev)", r"\1install_h2d_race_check()\1\2"),
+        ),
+    ),
+    "flash-attn-mm-prefix-ranges": (
+        "0.33.0",
+        ("num_mm_tokens", "mm_query_ranges", "mm_ranges"),
+        (
+            (r"(mm_prefix_query_ranges_cpu\[:num_mm_tokens\],)\s+non_blo.*", r"\1"),
+            (r"(dtype=torch\.int32), pin_memory=PIN_MEMORY", r"\1"),
+            (r"(mm_prefix_query_ranges_cpu\[:num_mm_tokens\]),", r"\1.pin_memory(),"),
+            (r"mm_query_ranges\.copy_\(", r"torch.Tensor.copy_(mm_query_ranges, "),
+        ),
+    ),
+    "flashinfer-paged-kv-buffers": (
+        "0.28.0",
+        ("num_blocks_np", "seq_lens_np", "num_reqs"),
+        (
+            (r"not vllm_config\.use_v2_model_runner and PIN_MEMORY", r"False"),
+            (r"out=self\.paged_kv_indptr\.np", r"out=self.offsets_np"),
+            (r"np\.cumsum\(", r"np.cumprod("),
+        ),
+    ),
+    "pipeline-input-prep-event": (
+        "0.33.0",
+        ("model_config", "scheduler_config", "parallel_config"),
+        (
+            (r"if self\.use_async_scheduling(:\n +self\.async_o)", r"if True\1"),
+            (r"self\.prepare_inputs_event = torch\.cuda", r"self.event = torch.cuda"),
+            (r"(self\.prepare_inputs_event = )torch\.cuda\.Event", r"\1make_event"),
+        ),
+    ),
 }
 BY_ID = pytest.mark.parametrize("edit", SUBJECTS)
 SLOW = settings(
@@ -118,7 +237,9 @@ def test_other_formatting(
     source = released(trees, edit)
     other = with_comments(reformatted(source, width, quotes), edit, comments)
     result = made(trees, edit, other)
-    assert ast.dump(ast.parse(result)) == ast.dump(ast.parse(made(trees, edit, source)))
+    # At another width ruff puts brackets around the names of a `del`: both get them.
+    same = reformatted(made(trees, edit, source), width, quotes)
+    assert ast.dump(ast.parse(result)) == ast.dump(ast.parse(same))
 
 
 def reformatted(source: bytes, width: int, quotes: str) -> bytes:
@@ -212,7 +333,7 @@ def test_any_token_of_the_fault_gone_or_changed(
     """
     source = released(trees, edit)
     (finding,) = survey(reader(trees, edit, source), [EDITS[edit]])
-    (fault,) = finding.replacements
+    fault = data.draw(st.sampled_from(finding.replacements))
     text = source[fault.start : fault.end].decode()
     tokens = list(re.finditer(r"\w+|[^\w\s]", text))
     token = data.draw(st.sampled_from(tokens))
@@ -223,4 +344,4 @@ def test_any_token_of_the_fault_gone_or_changed(
         return
     result = made(trees, edit, mutant)
     ast.parse(result)
-    assert result.endswith(source[fault.end :])
+    assert result.endswith(source[finding.replacements[-1].end :])
