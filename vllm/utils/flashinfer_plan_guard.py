@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Keep FlashInfer's plan() from rewriting page-locked memory in flight.
 
 A FlashInfer wrapper fills one page-locked workspace in plan() and copies it to the

@@ -551,10 +551,17 @@ class CopyRequest(NamedTuple):
 ReadRequest = Callable[[torch.Tensor, tuple, dict], CopyRequest | None]
 
 
+def _bind(names: tuple[str, ...], args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments of these names, which lead the signature; None where not given."""
+    given = dict(zip(names, args, strict=False))
+    return [given.get(name, kwargs.get(name)) for name in names]
+
+
 def _copy_request(tensor, args, kwargs):
     """Of `copy_(src, non_blocking=False)`; some releases of torch call it `other`."""
-    source = args[0] if args else kwargs.get("src", kwargs.get("other"))
-    non_blocking = args[1] if len(args) > 1 else kwargs.get("non_blocking")
+    source, non_blocking = _bind(("src", "non_blocking"), args, kwargs)
+    if source is None:
+        source = kwargs.get("other")
     if not non_blocking or not _is_plain(tensor) or not _is_plain(source):
         return None
     if not tensor.is_cuda or not source.is_cpu:
@@ -581,8 +588,7 @@ def _to_request(tensor, args, kwargs):
 
 def _cuda_request(tensor, args, kwargs):
     """Of `cuda(device=None, non_blocking=False)`."""
-    device = args[0] if args else kwargs.get("device")
-    non_blocking = args[1] if len(args) > 1 else kwargs.get("non_blocking")
+    device, non_blocking = _bind(("device", "non_blocking"), args, kwargs)
     if not non_blocking or not _is_plain(tensor) or not tensor.is_cpu:
         return None
     return CopyRequest(tensor, _with_index(device), tensor.dtype, tensor.numel())
@@ -590,12 +596,10 @@ def _cuda_request(tensor, args, kwargs):
 
 def _with_index(device: torch.device | str | int | None) -> torch.device:
     """The CUDA device that `device` is, the current one if it does not say."""
-    if device is None or isinstance(device, int):
-        device = torch.device("cuda", device)
-    device = torch.device(device)
-    if device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
+    index = device if isinstance(device, int) else None
+    if isinstance(device, torch.device | str):
+        index = torch.device(device).index
+    return torch.device("cuda", torch.cuda.current_device() if index is None else index)
 
 
 def _is_plain(value: Any) -> bool:
