@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkout as an agent has it, and an agent whose wheel is a stand-in for vLLM."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WHEEL = "vllm-0.33.0+pinned.2-py3-none-any.whl"
+INFO = "vllm-0.33.0+pinned.2.dist-info"
+# All that buildkite-agent has to do here. It fails on any other call.
+AGENT = """\
+#!/usr/bin/env bash
+set -euo pipefail
+[[ "$*" == 'artifact download dist/*.whl . --step wheel' ]]
+mkdir -p dist
+cp {wheel} dist/
+"""
+
+
+def write_wheel(folder: Path) -> Path:
+    """A wheel of vLLM's name whose command `vllm` is the stand-in."""
+    path = folder / WHEEL
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.write(Path(__file__).with_name("stand_in.py"), "vllm/stand_in.py")
+        wheel.writestr("vllm/__init__.py", "")
+        for name, text in {
+            "METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0+pinned.2\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "entry_points.txt": "[console_scripts]\nvllm = vllm.stand_in:main\n",
+            "RECORD": "",
+        }.items():
+            wheel.writestr(f"{INFO}/{name}", text)
+    return path
+
+
+class Job:
+    """A checkout in which a step's command runs as an agent runs it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "checkout"
+        shutil.copytree(ROOT / ".buildkite", self.folder / ".buildkite")
+        agent = folder / "bin/buildkite-agent"
+        agent.parent.mkdir()
+        agent.write_text(AGENT.format(wheel=write_wheel(folder)))
+        agent.chmod(0o755)
+        self.env = {
+            **os.environ,
+            "PATH": f"{agent.parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "HF_HOME": str(folder / "huggingface"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.env.pop("PYTEST_ADDOPTS", None)
+
+    def start(self, *command: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*map(str, command)],
+            cwd=self.folder,
+            env=self.env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(
+        self, *command: object, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        process = self.start(*command)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """After the first call of accuracy.sh, which installs vllm and lm_eval."""
+    job = Job(tmp_path_factory.mktemp("job"))
+    done = job.run(".buildkite/accuracy.sh", "--help", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--threshold" in done.stdout
+    return job
