@@ -124,7 +124,8 @@ def make_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
 
     def make(device: str) -> Any:
         config = make_config(tmp_path, device)
-        config.model_config.model_arch_config.is_mm_prefix_lm = True
+        # Not in its model_arch_config: on CUDA, the config has looked already.
+        config.model_config.is_mm_prefix_lm = True
         spec = FullAttentionSpec(
             block_size=BLOCK_SIZE,
             num_kv_heads=MODEL["num_key_value_heads"],
