@@ -248,13 +248,16 @@ def prepare(runner: Any, step: Step, finished: list[str]) -> dict[str, Any]:
 
 
 def prepare_all(runner: Any, between: Callable[[], Any] = lambda: None) -> list[dict]:
-    """Prepare each of STEPS, with `between` called after each."""
-    arrived, finished = [], []
+    """Prepare each of STEPS, with `between` called after each.
+
+    What the last one leaves is taken out by the first of the next call: until then its
+    copies may read the buffers.
+    """
+    arrived, finished = [], list(runner.requests)
     for step in STEPS:
         arrived.append(prepare(runner, step, finished))
         finished = step.names
         between()
-    runner._update_states(Step(0, ()).scheduled(finished))
     return arrived
 
 
