@@ -504,6 +504,17 @@ def plan_in_flight(
     return results, in_flight
 
 
+def skip_if_builds_wait(site: Site, batch: Batch) -> None:
+    """Skip where vLLM waits for the GPU before it plans: no two plans are in flight.
+
+    A plan behind none never waits for a workspace, so it is not the guard that waits.
+    """
+    for _ in range(2):  # the first may allocate, which may wait too
+        _, in_flight = plan_in_flight(site, [batch], plan_only)
+    if not in_flight:
+        pytest.skip("this vLLM's builder waits for the GPU before it plans")
+
+
 def assert_own(expected: Sequence[Expected], found: Sequence[Result]) -> None:
     wrong = [
         index
@@ -621,6 +632,7 @@ def test_pinned_plans_in_flight(kind: str, count: int, make_site: MakeSite) -> N
         pytest.skip("no cascade attention in this vLLM")
     batches = make_batches(count, kind)
     expected = plan_serially(site, batches)
+    skip_if_builds_wait(site, batches[0])
     assert_schedules_own(site, batches, expected)
     # Rehearse: allocating new device or pinned memory may wait for the GPU.
     plan_in_flight(site, batches)
@@ -636,7 +648,9 @@ def test_pinned_first_plan_in_flight(make_site: MakeSite) -> None:
     Unpatched, the second rewrites what the first has yet to copy.
     """
     batches = make_batches(8, "graph")
-    expected = plan_serially(make_site("graph"), batches)
+    site = make_site("graph")
+    expected = plan_serially(site, batches)
+    skip_if_builds_wait(site, batches[0])
     site = make_site("graph")
     # Not while the stream is busy: allocating memory may wait for the GPU.
     site.builder._get_decode_wrapper(MAX_REQS, use_cudagraph=True)
@@ -650,6 +664,7 @@ def test_pinned_graph_replays_in_flight(make_site: MakeSite) -> None:
     site = make_site("graph")
     batches = make_batches(8, "graph")
     expected = plan_serially(site, batches)
+    skip_if_builds_wait(site, batches[0])
     assert_schedules_own(site, batches, expected)
     site.plan(site.prepare(batches[0])).run()
     torch.cuda.synchronize()
@@ -692,6 +707,7 @@ def test_pinned_soak(make_site: MakeSite) -> None:
     for kind, site in sites.items():
         batches = make_batches(8, kind, seed=1)
         expected = plan_serially(site, batches)
+        skip_if_builds_wait(site, batches[0])
         assert_schedules_own(site, batches, expected)
         cases += [
             (kind, want.result.outputs[0], site.prepare(batch))
