@@ -3,10 +3,11 @@
 
     python benchmarks/plan_guard.py [--plans N] [--json FILE]
 
-Needs an NVIDIA GPU, and a patched vLLM beside FlashInfer. Plans of the three forms take
-turns, each with a wrapper of its own:
+Needs an NVIDIA GPU, and a patched vLLM beside FlashInfer. Plans are FlashInfer's own
+call, and the whole build() of vLLM's metadata builder that makes it at each step. Those
+of the three forms take turns, each with a wrapper of its own:
 
-- unpatched: FlashInfer's plan alone;
+- unpatched: the plan alone;
 - guarded: the same under vLLM's plan_guard();
 - unpinned: the operators' work-around, FlashInfer's workspace in pageable memory.
 
@@ -15,19 +16,27 @@ another plan of the same wrapper. That is when a plan without the guard races.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import random
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import flashinfer
+import pytest
 import torch
 
 from vllm.utils import flashinfer_plan_guard as guard
+from vllm.v1.attention.backends import flashinfer as backend
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/utils"))
+import test_flashinfer_plan_guard as regression
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 MAX_LEN = 8192  # tokens of a request
@@ -47,12 +56,33 @@ class Batch(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is planned: name, batches, and how to make a wrapper and plan with it."""
+    """What is planned: name, batches, and how to make what plans them.
+
+    `plan` plans by itself, and `guarded` under the guard; both on what `make` returns.
+    `wrapper` is the FlashInfer wrapper in that.
+    """
 
     name: str
-    batches: list[Batch]
+    batches: list[Any]
     make: Callable[[], Any]
-    plan: Callable[[Any, Batch], None]
+    plan: Callable[[Any, Any], None]
+    guarded: Callable[[Any, Any], None]
+    wrapper: Callable[[Any], Any]
+
+
+def wrapper_case(
+    name: str,
+    batches: list[Batch],
+    make: Callable[[], Any],
+    plan: Callable[[Any, Batch], None],
+) -> Case:
+    """FlashInfer's plan by itself."""
+
+    def guarded(wrapper: Any, batch: Batch) -> None:
+        with guard.plan_guard(wrapper):
+            plan(wrapper, batch)
+
+    return Case(name, batches, make, plan, guarded, lambda wrapper: wrapper)
 
 
 def make_batch(requests: int, query: int, rng: random.Random) -> Batch:
@@ -107,7 +137,7 @@ def decode_case(requests: int, floats: torch.Tensor) -> Case:
             **DTYPES,
         )
 
-    return Case(f"decode, {requests} requests", batches, make, plan)
+    return wrapper_case(f"decode, {requests} requests", batches, make, plan)
 
 
 def prefill_case(requests: int, query: int, floats: torch.Tensor) -> Case:
@@ -120,7 +150,37 @@ def prefill_case(requests: int, query: int, floats: torch.Tensor) -> Case:
     def plan(wrapper: Any, batch: Batch) -> None:
         wrapper.plan(*batch, HEADS, KV_HEADS, HEAD_DIM, PAGE, causal=True, **DTYPES)
 
-    return Case(f"prefill, {requests} of {query} tokens", batches, make, plan)
+    return wrapper_case(f"prefill, {requests} of {query} tokens", batches, make, plan)
+
+
+def build_case(kind: str, folder: str) -> Case:
+    """The build() of vLLM for 64 decodes ("graph") or 6 prefills ("prefill-fa3")."""
+    name = {"graph": "build, decode, 64 requests", "prefill-fa3": "build, 6 prefills"}
+    regression.MAX_REQS = 64
+    site = regression.BuilderSite(kind, Path(folder), pytest.MonkeyPatch())
+    batches = [site.prepare(batch) for batch in regression.make_batches(4, kind)]
+    unguarded = contextlib.nullcontext()
+
+    def make() -> Any:
+        made = regression.BuilderSite(kind, Path(folder), pytest.MonkeyPatch())
+        for batch in batches[:2]:  # the first plan for a CUDA graph is another one
+            made.plan(batch)
+        return made
+
+    def guarded(site: Any, batch: Any) -> None:
+        site.builder.build(0, batch[0])
+
+    def plan(site: Any, batch: Any) -> None:
+        backend.plan_guard = lambda wrapper: unguarded
+        try:
+            site.builder.build(0, batch[0])
+        finally:
+            backend.plan_guard = guard.plan_guard
+
+    def wrapper(site: Any) -> Any:
+        return site.plan(batches[0]).wrappers[0]
+
+    return Case(name[kind], batches, make, plan, guarded, wrapper)
 
 
 def cycles_per_ms() -> float:
@@ -135,17 +195,14 @@ def cycles_per_ms() -> float:
 
 def measure(case: Case, plans: int, busy_cycles: int) -> dict[str, list[float]]:
     """Host times of each form's plans, in microseconds."""
-    wrappers = {form: case.make() for form in FORMS}
-    unpinned = wrappers["unpinned"]
+    planners = {form: case.make() for form in FORMS}
+    unpinned = case.wrapper(planners["unpinned"])
     pageable = torch.empty(getattr(unpinned, WORKSPACE).shape, dtype=torch.uint8)
     setattr(unpinned, WORKSPACE, pageable)
 
-    def plan(form: str, batch: Batch) -> None:
-        if form == "guarded":
-            with guard.plan_guard(wrappers[form]):
-                case.plan(wrappers[form], batch)
-        else:
-            case.plan(wrappers[form], batch)
+    def plan(form: str, batch: Any) -> None:
+        call = case.guarded if form == "guarded" else case.plan
+        call(planners[form], batch)
 
     times: dict[str, list[float]] = {form: [] for form in FORMS}
     warm_up = plans // 10
@@ -212,6 +269,8 @@ def main() -> None:
     cases = [decode_case(64, floats), decode_case(256, floats)]
     # Its schedule exceeds 64 KiB, above which a pageable copy waits for the stream.
     cases.append(prefill_case(32, 512, floats))
+    folder = tempfile.TemporaryDirectory()
+    cases += [build_case(kind, folder.name) for kind in ("graph", "prefill-fa3")]
     loads = {"idle": 0, "busy": int(BUSY * cycles_per_ms())}
     found: dict[str, Any] = {"microseconds": {}, "guard": {}}
 
