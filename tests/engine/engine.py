@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One scenario on the vLLM that is imported, in a process of its own: see run.py.
 
-    python engine.py SCENARIO RESULT.json RACE_CHECK.py
+    python engine.py SCENARIO RESULT.json RACE_CHECK.py [RANK]
 
-Generates twice with the same engine and writes token ids and logprobs of both, or how
+Generates, mostly twice with the same engine, and writes token ids and logprobs, or how
 it ended. RACE_CHECK.py is installed if VLLM_H2D_RACE_CHECK is set and this vLLM has no
-race check of its own.
+race check of its own. A scenario of several ranks runs itself once more for each.
 
 The models have the shapes of real ones with few layers, and random weights, each
 tensor from a seed of its own name, so that every process has the same. vLLM's dummy
 weights would not do: they also make the norms 1e-3, and attention then vanishes in
-the rounding of the residual stream, right or wrong.
+the rounding of the residual stream, right or wrong. Of experts each has a seed of its
+own, so that all copies of one are equal on all ranks.
 """
 
 import contextlib
@@ -27,6 +28,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import eplb
 
 RACE_CHECK = "vllm.utils.h2d_race_check"
 VOCABULARY = 2048
@@ -164,6 +167,21 @@ TRITON = {
     "max_num_batched_tokens": 1024,
     "max_model_len": 2048,
 }
+# A rebalance at every eighth step, over Gloo, which is staged in host memory.
+EPLB = {
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "external_launcher",
+    "disable_custom_all_reduce": True,
+    "enable_expert_parallel": True,
+    "enable_eplb": True,
+    "eplb_config": {
+        "communicator": "torch_gloo",
+        "num_redundant_experts": 4,
+        "window_size": 8,
+        "step_interval": 8,
+        "use_async": False,
+    },
+}
 RUNNER_V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 # (prompt length, output length): chunked prefills mixed with decodes.
@@ -192,12 +210,26 @@ class Scenario:
     repeats: bool = False
     # A regular expression that the output has to match.
     regex: str | None = None
+    # Of the weights: 1.0 keeps activations the size they are. More makes attention
+    # peaked, but small differences grow from layer to layer.
+    scale: float = 2.0
+    # How often one engine generates. Once, where the second time differs by right;
+    # often, where two times in a few differ, to see by how much.
+    generations: int = 2
+    # Processes of the engine, which share the GPU; more than one are checked as EPLB.
+    ranks: int = 1
+    # Why the strict sync check is left off, where it cannot be on.
+    unchecked: str = ""
 
 
 SM90 = "vllm/v1/attention/backends/mla/flashinfer_mla_sparse_sm90.py"
 SCENARIOS = {
-    "sparse-mla": Scenario(DEEPSEEK_V32, SPARSE | EAGER, LONG, fatal=SM90),
-    "sparse-mla-graphs": Scenario(DEEPSEEK_V32, SPARSE | GRAPHS, LONG, fatal=SM90),
+    "sparse-mla": Scenario(
+        DEEPSEEK_V32, SPARSE | EAGER, LONG, fatal=SM90, scale=1.0, generations=6
+    ),
+    "sparse-mla-graphs": Scenario(
+        DEEPSEEK_V32, SPARSE | GRAPHS, LONG, fatal=SM90, scale=1.0, generations=6
+    ),
     "sparse-mla-mtp": Scenario(
         DEEPSEEK_V32,
         SPARSE
@@ -205,8 +237,12 @@ SCENARIOS = {
         | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
         LONG,
         fatal=SM90,
+        scale=1.0,
+        generations=6,
     ),
-    "sparse-mla-nope": Scenario(GLM_NOPE, SPARSE | EAGER, LONG, fatal=SM90),
+    "sparse-mla-nope": Scenario(
+        GLM_NOPE, SPARSE | EAGER, LONG, fatal=SM90, scale=1.0, generations=6
+    ),
     "dense-flashinfer": Scenario(LLAMA, FLASHINFER | GRAPHS, MANY, busy=True),
     "dense-flashinfer-eager": Scenario(LLAMA, FLASHINFER | EAGER, MANY, busy=True),
     "dense-flashinfer-v1": Scenario(
@@ -253,6 +289,28 @@ SCENARIOS = {
     "moe-triton-v1": Scenario(QWEN3_MOE, TRITON | EAGER, MANY, RUNNER_V1, busy=True),
     "moe-triton-structured": Scenario(
         QWEN3_MOE, TRITON | EAGER, MANY[:8], busy=True, regex="([0-9]{3}, ){40}"
+    ),
+    # Where an expert is computed rounds the sum over the ranks. One generation repeats
+    # that, a second starts with other placements.
+    "moe-eplb": Scenario(
+        QWEN3_MOE,
+        TRITON | EAGER | EPLB,
+        MANY,
+        eplb.ENVIRONMENT,
+        generations=1,
+        ranks=2,
+    ),
+    # Experts move in the background, when they are there.
+    "moe-eplb-async": Scenario(
+        QWEN3_MOE,
+        TRITON
+        | EAGER
+        | EPLB
+        | {"eplb_config": EPLB["eplb_config"] | {"use_async": True}},
+        MANY,
+        eplb.ENVIRONMENT,
+        scale=1.0,
+        ranks=2,
     ),
     "mla-dense": Scenario(
         DEEPSEEK_V2,
@@ -323,8 +381,8 @@ def options(scenario: Scenario, folder: Path) -> dict[str, Any]:
     return made
 
 
-def register_seeded_weights() -> None:
-    """Make load_format "seeded" known to vLLM."""
+def register_seeded_weights(scale: float = 2.0) -> None:
+    """Make load_format "seeded" known to vLLM; `scale` is fill()'s."""
     import torch
 
     from vllm.model_executor.model_loader import register_model_loader
@@ -337,15 +395,54 @@ def register_seeded_weights() -> None:
 
         @torch.no_grad()
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            rank, ranks = (
+                torch.distributed.get_rank(),
+                torch.distributed.get_world_size(),
+            )
+            split = split_weights(model) if ranks > 1 else set()
             for name, weight in model.named_parameters():
-                fill(name, weight)
+                if ".experts." in name and weight.ndim == 3:
+                    slots = len(weight)
+                    experts = getattr(model, "num_logical_experts", 0) or slots * ranks
+                    for slot in range(slots):
+                        expert = expert_of_slot(rank * slots + slot, experts)
+                        fill(f"{name}, expert {expert}", weight.data[slot], scale)
+                else:
+                    fill(
+                        f"{name}, rank {rank}" if name in split else name, weight, scale
+                    )
 
 
-def fill(name: str, weight: Any) -> None:
+def expert_of_slot(slot: int, experts: int) -> int:
+    """The expert that vLLM loads into a slot: after all, the first ones again."""
+    return slot % experts
+
+
+def split_weights(model: Any) -> set[str]:
+    """The parameters of which each rank of the model has another part."""
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        VocabParallelEmbedding,
+    )
+
+    kinds = ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+    return {
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if isinstance(module, kinds)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def fill(name: str, weight: Any, scale: float) -> None:
     """Fill a parameter from a seed of its name.
 
-    Matrices get twice the usual scale: attention is then peaked rather than a mean,
-    and a token attended to wrongly changes what is generated.
+    Matrices keep the size of what they multiply if `scale` is 1. At 2, attention is
+    peaked rather than a mean, and a token attended to wrongly changes what is
+    generated.
     """
     import torch
 
@@ -357,8 +454,8 @@ def fill(name: str, weight: Any) -> None:
         generator = torch.Generator(weight.device).manual_seed(
             zlib.crc32(name.encode())
         )
-        scale = 1.0 if "embed_tokens" in name else 2.0 / weight.shape[-1] ** 0.5
-        weight.normal_(0.0, scale, generator=generator)
+        usual = 1.0 if "embed_tokens" in name else scale / weight.shape[-1] ** 0.5
+        weight.normal_(0.0, usual, generator=generator)
 
 
 def keep_busy() -> None:
@@ -421,7 +518,11 @@ def phase(result: dict[str, Any], name: str) -> Iterator[None]:
     except BaseException as error:
         traceback.print_exc()
         message = str(error).strip() or type(error).__name__
-        result["error"] = {"phase": name, "message": message.splitlines()[0]}
+        result["error"] = {
+            "phase": name,
+            "message": message.splitlines()[0],
+            "at": time.time(),  # tells which rank was first
+        }
         raise
     finally:
         result[f"{name}_seconds"] = round(time.perf_counter() - start, 1)
@@ -461,35 +562,54 @@ def _short(file: str) -> str:
 
 
 def run(
-    scenario: Scenario, result: dict[str, Any], path: Path, race_check: Path | None
+    scenario: Scenario,
+    result: dict[str, Any],
+    path: Path,
+    race_check: Path | None,
+    rank: int,
 ) -> None:
+    rebalances = eplb.Rebalances() if scenario.ranks > 1 else None
     with tempfile.TemporaryDirectory() as folder:
         with phase(result, "start"):
             from vllm import LLM
 
             if race_check is not None:
                 install_race_check(race_check)
-            register_seeded_weights()
+            register_seeded_weights(scenario.scale)
             if scenario.busy:
                 keep_busy()
+            if rebalances is not None:
+                eplb.join(rank, scenario.ranks, path.with_name("ranks"))
+                rebalances.watch()
             llm = LLM(**options(scenario, Path(folder)))
             newer = llm.llm_engine.vllm_config.use_v2_model_runner
             result["runner"] = "V2" if newer else "V1"
         path.write_text(json.dumps(result))  # what there is, should it be killed
         with phase(result, "generate"):
-            result["outputs"] = [outputs(llm, scenario) for _ in range(2)]
+            if rebalances is not None:
+                rebalances.moved.clear()  # those of the warm-up
+            made = [outputs(llm, scenario) for _ in range(scenario.generations)]
             if race_check is not None:
                 result["races"] = races()
+            if rebalances is not None:
+                rebalances.demand()
+                eplb.meet()
+                result["moved"] = rebalances.moved
+            result["outputs"] = made
 
 
 def main() -> None:
-    name, path, check = sys.argv[1], *map(Path, sys.argv[2:])
+    name, path, check = sys.argv[1], *map(Path, sys.argv[2:4])
     scenario = SCENARIOS[name]
+    if scenario.ranks > 1 and len(sys.argv) == 4:
+        eplb.start_ranks(scenario.ranks, [__file__, name], path, [str(check)])
+        return
     os.environ.update(ENVIRONMENT | scenario.environment)
     raced = "VLLM_H2D_RACE_CHECK" in os.environ
+    rank = int(sys.argv[4]) if len(sys.argv) > 4 else 0
     result: dict[str, Any] = {}
     with contextlib.suppress(BaseException):  # phase() has it
-        run(scenario, result, path, check if raced else None)
+        run(scenario, result, path, check if raced else None, rank)
     path.write_text(json.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -6,10 +6,14 @@
 
 UNPATCHED and PATCHED are folders that hold the `vllm/` of one release, without the
 edits and with them. SCENARIO, a part of a name in engine.py, leaves out all others.
-Each engine runs in a process of its own, several at a time, and generates twice:
+Each engine runs in a process of its own, several at a time, and generates, mostly more
+than once:
 
 - reference: unpatched, with CUDA_LAUNCH_BLOCKING=1, where no copy can be overtaken;
+- reference again: the same once more. Some engines are not deterministic: the floor is
+  the largest difference between any two generations of these two runs;
 - strict: under VLLM_GPU_SYNC_CHECK=error. A tree that dies of it runs again without.
+  Where a scenario says why it cannot run under the check, it runs without at once.
 
 With --race-check both trees run with VLLM_H2D_RACE_CHECK=warn instead, which lists
 every race where "error" ends at the first, and with copies delayed by 2 ms. PATCHED
@@ -19,10 +23,13 @@ In scenarios that keep the GPU busy, unpatched may generate something else, and 
 table says so. Exits with 1 where one of these does not hold:
 
 - patched generates what the reference does: the same tokens, up to near ties, and
-  logprobs as close as two generations of one engine are;
+  logprobs as close as twice the floor, which must not exceed 1 nat;
 - unpatched dies of the strict check where the scenario has a fault for that, and
   generates the same without the check;
 - the race check reports nothing on patched.
+
+In scenarios of EPLB every rank compares all its experts' weights after each rebalance;
+a difference, or hardly any rebalance that moves experts, ends the engine.
 
 What can start on neither tree is listed with its error. Needs an NVIDIA GPU of compute
 capability 9.x, nvcc, and what vLLM imports; flash-attn is not needed.
@@ -30,6 +37,7 @@ capability 9.x, nvcc, and what vLLM imports; flash-attn is not needed.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -54,9 +62,11 @@ FAULT = re.compile("non_blocking H2D copy.*not pinned")
 # Logprobs, in nats: tokens closer than that may change places, and no less is told
 # apart. A logit is rounded to bfloat16, 0.03 at the sizes that occur here.
 TOLERANCE = 0.1
+# Where two equal runs differ by more, right and wrong ones cannot be told apart.
+VACUOUS = 1.0
 
 # Against the reference: tokens, the largest difference of logprobs, and the same
-# between the two generations of the run itself.
+# between generations of the run itself.
 COLUMNS = ("tokens", "logprobs", "own", "seconds", "outcome")
 ROW = "{:19} {:26} {:>8} {:>9} {:>9}  {}"
 
@@ -76,6 +86,8 @@ class Ran:
         outputs: Of each generation, by request: `tokens`, and at each position the
             best `logprobs` by token.
         races: Where the race check saw one, and how often; None without the check.
+        moved: Of each rebalance of EPLB, how many slots got an expert that was not on
+            their rank.
         runner: The model runner, V1 or V2.
         seconds: To start, and to generate.
         log: The last lines that the process wrote.
@@ -86,6 +98,7 @@ class Ran:
     message: str = ""
     outputs: list[list[dict[str, Any]]] = field(default_factory=list)
     races: dict[str, int] | None = None
+    moved: list[int] = field(default_factory=list)
     runner: str = ""
     seconds: tuple[float, float] = (0.0, 0.0)
     log: str = ""
@@ -93,7 +106,10 @@ class Ran:
     @property
     def outcome(self) -> str:
         if not self.phase:
-            return f"generates ({self.runner})"
+            experts = (
+                f", {sum(self.moved)} experts moved in {len(self.moved)} rebalances"
+            )
+            return f"generates ({self.runner})" + (experts if self.moved else "")
         return {"start": "cannot start: ", "generate": "dies: "}[self.phase] + (
             self.message
         )
@@ -107,12 +123,15 @@ class Comparison:
         ties: Requests that part where two tokens are as good as equal.
         parted: The first request and position that parts for no such reason.
         logprobs: Largest difference at a position before the requests part, in nats.
+        parting: The same where they part, of the two tokens; what came before was equal
+            there, too. Infinite where one token is not among the other's best.
 
     """
 
     ties: int = 0
     parted: tuple[int, int] | None = None
     logprobs: float = 0.0
+    parting: float = 0.0
 
     @property
     def tokens(self) -> str:
@@ -120,14 +139,17 @@ class Comparison:
             return "request {} differs at {}".format(*self.parted)
         return f"equal, {self.ties} ties" if self.ties else "equal"
 
-    def same(self, floor: float = 0.0) -> bool:
-        """Whether nothing differs, `floor` being what two equal runs differ by."""
-        return self.parted is None and self.logprobs <= max(TOLERANCE, 2 * floor)
 
+def compare(
+    one: list[dict[str, Any]],
+    other: list[dict[str, Any]],
+    tolerance: float = TOLERANCE,
+) -> Comparison:
+    """Compare two generations, each request until its tokens part.
 
-def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Comparison:
-    """Compare two generations, each request until its tokens part."""
-    ties, parted, largest = 0, None, 0.0
+    Tokens are as good as equal if they are no more than `tolerance` nats apart in both.
+    """
+    ties, parted, largest, parting = 0, None, 0.0, 0.0
     for number, (left, right) in enumerate(zip(one, other, strict=True)):
         if len(left["tokens"]) != len(right["tokens"]):
             parted = parted or (number, min(len(left["tokens"]), len(right["tokens"])))
@@ -141,14 +163,22 @@ def compare(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> Compariso
         for position, (mine, theirs, before, after) in enumerate(positions):
             pair = str(mine), str(theirs)
             if mine == theirs:
-                largest = max(largest, abs(before[pair[0]] - after[pair[0]]))
+                largest = max(largest, _change(before, after, pair[0]))
                 continue
-            if all(_gap(scores, pair) <= TOLERANCE for scores in (before, after)):
+            parting = max(parting, *(_change(before, after, each) for each in pair))
+            if all(_gap(scores, pair) <= tolerance for scores in (before, after)):
                 ties += 1
             else:
                 parted = parted or (number, position)
             break
-    return Comparison(ties, parted, largest)
+    return Comparison(ties, parted, largest, parting)
+
+
+def _change(before: dict[str, float], after: dict[str, float], token: str) -> float:
+    """How much a logprob changed, infinite where a token is not among the best."""
+    if token not in before or token not in after:
+        return float("inf")
+    return abs(before[token] - after[token])
 
 
 def _gap(scores: dict[str, float], pair: tuple[str, str]) -> float:
@@ -207,6 +237,7 @@ def read(result: dict[str, Any], log: str) -> Ran:
         error.get("message", ""),
         result.get("outputs", []),
         result.get("races"),
+        result.get("moved", []),
         result.get("runner", ""),
         (result.get("start_seconds", 0.0), result.get("generate_seconds", 0.0)),
         log,
@@ -227,15 +258,18 @@ def run_scenario(
     def start(tree: Path, environment: dict[str, str]) -> Future[Ran]:
         return pool.submit(run_engine, name, tree, check, environment)
 
-    mode, environment = ("raced", RACES) if race_check else ("strict", STRICT)
-    running = {"reference": start(unpatched, REFERENCE)} | {
-        f"{label} {mode}": start(tree, environment) for label, tree in trees.items()
-    }
+    mode, environment = (" raced", RACES) if race_check else (" strict", STRICT)
+    if SCENARIOS[name].unchecked and not race_check:
+        mode, environment = "", {}
+    running = {
+        "reference": start(unpatched, REFERENCE),
+        "reference again": start(unpatched, REFERENCE),
+    } | {f"{label}{mode}": start(tree, environment) for label, tree in trees.items()}
     ran = {label: future.result() for label, future in running.items()}
     again = {
         label: start(tree, {})
         for label, tree in trees.items()
-        if not race_check and ran[f"{label} strict"].phase == "generate"
+        if mode == " strict" and ran[f"{label} strict"].phase == "generate"
     }
     return ran | {label: future.result() for label, future in again.items()}
 
@@ -245,51 +279,83 @@ def verdict(scenario: Scenario, ran: dict[str, Ran], guards: bool) -> list[str]:
     reference = ran["reference"]
     if all(run.phase == "start" for run in ran.values()):
         return []
-    if reference.phase:
-        return [f"the reference {reference.outcome}"]
+    for label in ("reference", "reference again"):
+        if ran[label].phase:
+            return [f"the {label} {ran[label].outcome}"]
+    floor = floor_of(ran)
+    if floor > VACUOUS:
+        return [f"vacuous: two equal runs differ by {floor:.2g}"]
     ills = []
-    before, after = (
-        ran.get(f"{tree} strict", ran.get(f"{tree} raced"))
-        for tree in ("unpatched", "patched")
-    )
-    assert before and after
-    if scenario.fatal and guards and before.races is None:
+    before, after = checked(ran, "unpatched"), checked(ran, "patched")
+    if scenario.fatal and guards and before.races is None and not scenario.unchecked:
         if before.phase != "generate" or not FAULT.search(before.message):
             ills.append(f"vacuous: under the strict check unpatched {before.outcome}")
-        elif not same(reference, ran["unpatched"]):
+        elif not same(reference, ran["unpatched"], floor):
             ills.append("without the check unpatched generates something else")
     if after.phase and (guards or after.message != before.message):
         ills.append(f"patched {after.outcome}")
-    elif not same(reference, ran.get("patched", after)):
+    elif not same(reference, ran.get("patched", after), floor):
         ills.append("patched generates something else")
     if after.races:
         ills.append(f"patched has races at {len(after.races)} places")
     return ills
 
 
-def same(reference: Ran, run: Ran) -> bool:
-    if run.phase:
-        return False
-    floor = compare(*reference.outputs).logprobs
-    return all(
-        compare(reference.outputs[0], outputs).same(floor) for outputs in run.outputs
+def checked(ran: dict[str, Ran], tree: str) -> Ran:
+    """A tree's run under the check, or the one without where the check is off."""
+    labels = f"{tree} strict", f"{tree} raced", tree
+    return next(ran[label] for label in labels if label in ran)
+
+
+def floor_of(ran: dict[str, Ran]) -> float:
+    """The largest difference between two generations of the references, in nats.
+
+    Until their requests part, and where they do: tokens change places because their
+    logprobs do.
+    """
+    generations = ran["reference"].outputs + ran["reference again"].outputs
+    found = [compare(*pair) for pair in itertools.combinations(generations, 2)]
+    return max(
+        (max(each.logprobs, each.parting) for each in found),
+        default=0.0,
+    )
+
+
+def tolerance_of(floor: float) -> float:
+    """How far apart two tokens may be that change places, and two logprobs, in nats.
+
+    Each token of a pair can change by the floor, one up and one down.
+    """
+    return max(TOLERANCE, 2 * floor)
+
+
+def same(reference: Ran, run: Ran, floor: float) -> bool:
+    """Whether a run generates what the reference does, as far as can be told."""
+    tolerance = tolerance_of(floor)
+    found = [
+        compare(reference.outputs[0], outputs, tolerance) for outputs in run.outputs
+    ]
+    return not run.phase and all(
+        each.parted is None and each.logprobs <= tolerance for each in found
     )
 
 
 def rows(ran: dict[str, Ran]) -> list[tuple[str, ...]]:
     """The name of each run, and COLUMNS."""
     reference = ran["reference"]
+    tolerance = tolerance_of(floor_of(ran))
     made = []
     for label, run in ran.items():
-        tokens = logprobs = floor = ""
-        if not run.phase:
-            own = compare(*run.outputs)
-            floor = f"{own.logprobs:.1e}" + ("" if own.tokens == "equal" else " !")
-            if not reference.phase and run is not reference:
-                found = compare(reference.outputs[0], run.outputs[0])
-                tokens, logprobs = found.tokens, f"{found.logprobs:.1e}"
+        tokens = logprobs = own = ""
+        if len(run.outputs) > 1:
+            pairs = [compare(*pair) for pair in itertools.combinations(run.outputs, 2)]
+            own = f"{max(each.logprobs for each in pairs):.1e}"
+            own += "" if all(each.tokens == "equal" for each in pairs) else " !"
+        if run.outputs and reference.outputs and run is not reference:
+            found = compare(reference.outputs[0], run.outputs[0], tolerance)
+            tokens, logprobs = found.tokens, f"{found.logprobs:.1e}"
         seconds = "{:.0f} + {:.0f}".format(*run.seconds)
-        made.append((label, tokens, logprobs, floor, seconds, run.outcome))
+        made.append((label, tokens, logprobs, own, seconds, run.outcome))
     return made
 
 
@@ -300,6 +366,10 @@ def show(name: str, ran: dict[str, Ran], ills: list[str]) -> None:
         print(ROW.format(f"  {label}", *row))
         for where, count in (ran[label].races or {}).items():
             print(f"    race, {count} times: {where}")
+    if not ran["reference"].phase and not ran["reference again"].phase:
+        print(f"    floor: two equal runs differ by {floor_of(ran):.1e}")
+    if SCENARIOS[name].unchecked and "patched" in ran:
+        print(f"    check off: {SCENARIOS[name].unchecked}")
     sys.stdout.flush()
 
 
@@ -339,9 +409,12 @@ def main() -> int:
             show(name, ran, ills)
             failed += [(name, ill, ran) for ill in ills]
             record[name] = {
-                label: dict(zip(COLUMNS, row, strict=True))
-                | {"races": ran[label].races}
-                for label, *row in rows(ran)
+                "floor": floor_of(ran),
+                "runs": {
+                    label: dict(zip(COLUMNS, row, strict=True))
+                    | {"races": ran[label].races}
+                    for label, *row in rows(ran)
+                },
             }
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1))
