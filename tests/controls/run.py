@@ -403,7 +403,7 @@ class Outcome:
 Outcomes = dict[str, Outcome]
 
 
-def run_tests(tree: Path, test_file: Path) -> Outcomes:
+def run_tests(tree: Path, test_file: Path, *options: str) -> Outcomes:
     """Run one file of tests with the vLLM of `tree`; how each test ended."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
@@ -414,7 +414,8 @@ def run_tests(tree: Path, test_file: Path) -> Outcomes:
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
                 *("-c", os.devnull, "--rootdir", folder, f"--junitxml={report}"),
-                *("-W", "ignore::pytest.PytestUnknownMarkWarning", str(test_file)),
+                *("-W", "ignore::pytest.PytestUnknownMarkWarning", *options),
+                str(test_file),
             ],
             env={**os.environ, "PYTHONPATH": path, "VLLM_GPU_SYNC_CHECK": "error"},
             cwd=folder,
@@ -542,18 +543,21 @@ def mutate(patched: Path, mutation: Mutation, root: Path) -> bool:
 def run_mutations(patched: Path, sound: dict[str, Outcomes]) -> list[str]:
     """Run each mutation and print what catches it; those that nothing catches."""
 
-    def run(mutation: Mutation, root: Path) -> list[str] | None:
+    def run(mutation: Mutation, root: Path) -> str | None:
+        """The test that catches it, empty if none does; None if it has no place."""
         root.mkdir()
         if not mutate(patched, mutation, root):
             return None
-        caught: list[str] = []
         for file in mutation.regressions:
             passed = {n for n, o in sound.get(file, {}).items() if o.result == "passed"}
-            found = run_tests(root, TESTS / file) if passed else {}
+            found = run_tests(root, TESTS / file, "-x") if passed else {}
             failed = {n for n, o in found.items() if o.result == "failed"}
-            caught += sorted(failed & (passed | {"(collection)"}))
-        return caught
+            for caught in sorted(failed & (passed | {"(collection)"})):
+                return caught
+        return ""
 
+    missed = []
+    print("\nmutation of the cure, and what catches it")
     with (
         tempfile.TemporaryDirectory(dir=patched.parent) as folder,
         ThreadPoolExecutor(JOBS) as pool,
@@ -563,19 +567,12 @@ def run_mutations(patched: Path, sound: dict[str, Outcomes]) -> list[str]:
             for number, mutation in enumerate(MUTATIONS)
             if not sound.keys().isdisjoint(mutation.regressions)
         }
-    missed = []
-    print("\nmutation of the cure, and what catches it")
-    for name, future in caught.items():
-        tests = future.result()
-        if tests is None:
-            said = "no place for it in this release"
-        elif not tests:
-            said = "NOT CAUGHT"
-            missed.append(f"{name}: not caught")
-        else:
-            more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
-            said = tests[0] + more
-        print(f"  {name:56} {said}")
+        for name, future in caught.items():
+            test = future.result()
+            if test == "":
+                missed.append(f"{name}: not caught")
+            said = {None: "no place for it in this release", "": "NOT CAUGHT"}
+            print(f"  {name:68} {said.get(test, test)}", flush=True)
     return missed
 
 
