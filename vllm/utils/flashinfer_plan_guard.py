@@ -7,8 +7,8 @@ GPU asynchronously. Its next plan() fills the same workspace, whether or not tha
 has run: with the GPU a step behind, attention runs on the schedule of another batch.
 
 `with plan_guard(wrapper):` around a plan gives it a workspace that no copy still has
-to read: the wrapper's own, or else a spare one. The host waits only when as many plans
-are in flight as there are workspaces.
+to read: the wrapper's own, or else a spare one. The host waits only when its last plan
+and those in all the spares are in flight.
 """
 
 import contextlib
@@ -31,8 +31,9 @@ logger = init_logger(__name__)
 # plan() and fast_decode_plan() hand it to the C++ planner at each call.
 WORKSPACE = "_pin_memory_int_workspace_buffer"
 
-# Spare workspaces of a device, shared by its wrappers: 16 plans in flight with the
-# wrapper's own. Each is allocated when it is first needed, 120 MB together at most.
+# Spare workspaces of a device and size, shared by its wrappers: 16 plans in flight with
+# the wrapper's own. Each is allocated when it is first needed and kept, 120 MB together
+# at most. A captured plan has one more, for as long as its wrapper.
 MAX_SPARES = 15
 
 # What vLLM plans with, and must plan through WORKSPACE for the guard to hold.
@@ -51,7 +52,8 @@ def plan_guard(wrapper: Any) -> _Guard:
     """Guard one plan of `wrapper`, made inside the `with` block.
 
     Plans of one wrapper may come from several threads and streams; each has to be on
-    the current stream. A plan captured in a CUDA graph keeps its workspace for good.
+    the current stream. They do not nest. A plan captured in a CUDA graph keeps its
+    workspace for as long as the wrapper lives.
 
     Args:
         wrapper: A FlashInfer wrapper. It is left alone if it is not FlashInfer's, or
@@ -74,6 +76,12 @@ class _Workspace:
         self.copied = torch.Event("cuda")
 
 
+def _pinned_like(buffer: torch.Tensor) -> torch.Tensor:
+    """Page-locked zeros, which can be written to in and outside inference mode."""
+    with torch.inference_mode(False):
+        return torch.zeros_like(buffer, pin_memory=True)
+
+
 class _Spares:
     """The spare workspaces of one device and size, used in turn."""
 
@@ -81,41 +89,64 @@ class _Spares:
         # Workspaces of wrappers that are gone, until no copy has to read them.
         self.retired: deque[_Workspace] = deque()
         self.allocated = 0
+        self._limit = MAX_SPARES
         self._lock = threading.Lock()
-        # Not being planned into, in the order of their last plans.
+        # Not being planned into, in the order of their last plans, with who made them.
         self._idle: list[tuple[_Workspace, weakref.ref[_PlanGuard]]] = []
 
     def take(self, guard: "_PlanGuard") -> _Workspace | None:
-        """A workspace that no copy has to read, None if all are in flight."""
+        """A workspace that no copy has to read. Waits for the oldest plan if all are in
+        flight; None if all are being planned into.
+        """
+        self.release_retired()
         with self._lock:
-            free = None
-            for entry in self._idle:
-                if entry[0].copied.query():
-                    free = free or entry
-                    if entry[1]() is guard:
-                        self._idle.remove(entry)
-                        return entry[0]
-            if free is None:
-                if self.allocated == MAX_SPARES:
-                    return None
-                buffer = torch.zeros_like(guard.own.buffer, pin_memory=True)
-                self.allocated += 1
-                return _Workspace(buffer)
-            self._idle.remove(free)
-        # A plan leaves gaps. Kernels cope with old indices of their own wrapper in
-        # them; those of another one may be out of range.
-        free[0].buffer.zero_()
-        return free[0]
+            entry = self._find(guard)
+            if entry is None and self.allocated < self._limit:
+                try:
+                    buffer = _pinned_like(guard.own.buffer)
+                except RuntimeError as error:
+                    self._limit = self.allocated
+                    logger.warning("Plans may wait: no pinned memory (%s)", error)
+                else:
+                    self.allocated += 1
+                    return _Workspace(buffer)
+            if entry is None and self._idle:
+                entry = self._idle[0]
+            if entry is None:
+                return None
+            self._idle.remove(entry)
+        workspace, last_user = entry
+        workspace.copied.synchronize()
+        if last_user() is not guard:
+            # A plan leaves gaps. Kernels cope with old indices of their own wrapper in
+            # them; those of another one may be out of range.
+            workspace.buffer.zero_()
+        return workspace
+
+    def _find(
+        self, guard: "_PlanGuard"
+    ) -> "tuple[_Workspace, weakref.ref[_PlanGuard]] | None":
+        """One whose copy has run, if possible one that the guard has used last."""
+        free = None
+        for entry in self._idle:
+            own = entry[1]() is guard
+            if (own or free is None) and entry[0].copied.query():
+                if own:
+                    return entry
+                free = entry
+        return free
 
     def give_back(self, spare: _Workspace, guard: "_PlanGuard") -> None:
         with self._lock:
             self._idle.append((spare, weakref.ref(guard)))
 
     def release_retired(self) -> None:
-        for _ in range(len(self.retired)):
-            workspace = self.retired.popleft()
-            if not workspace.copied.query():
-                self.retired.append(workspace)
+        """Let go of those that no copy has to read; not while capturing."""
+        with self._lock:
+            for _ in range(len(self.retired)):
+                workspace = self.retired.popleft()
+                if not workspace.copied.query():
+                    self.retired.append(workspace)
 
 
 _spares: dict[tuple[torch.device, int], _Spares] = {}
@@ -155,12 +186,15 @@ class _PlanGuard:
         try:
             wrapper = self._wrapper()
             buffer = getattr(wrapper, WORKSPACE)
+            capturing = torch._C._cuda_isCurrentStreamCapturing()
             if buffer is not self.own.buffer:  # reset_workspace_buffer() was called
                 self._spares.retired.append(self.own)
+                if not capturing:
+                    self._spares.release_retired()
                 self._own(wrapper.device, buffer)
-            if torch._C._cuda_isCurrentStreamCapturing():
+            if capturing:
                 # Events must be neither queried nor recorded here.
-                buffer = torch.zeros_like(buffer, pin_memory=True)
+                buffer = _pinned_like(buffer)
                 self._captured.append(buffer)
                 setattr(wrapper, WORKSPACE, buffer)
                 return
@@ -225,12 +259,17 @@ def _guard_levels(wrapper: Any) -> Iterator[None]:
 @functools.cache
 def _needs_guard(cls: type) -> bool:
     """Whether wrappers of `cls` plan through a workspace that they reuse."""
-    if cls.__module__.partition(".")[0] != "flashinfer":
+    names = {
+        base.__name__
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] == "flashinfer"
+    }
+    if not names:
         logger.debug("%s is not FlashInfer's: its plans need no guard", cls)
         return False
-    if cls.__name__ == "MultiLevelCascadeAttentionWrapper" or _plans_through(cls):
+    if "MultiLevelCascadeAttentionWrapper" in names or _plans_through(cls):
         return True
-    if cls.__name__ == "BatchMLAPagedAttentionWrapper" and _mla_stages_plans():
+    if "BatchMLAPagedAttentionWrapper" in names and _mla_stages_plans():
         logger.debug("FlashInfer stages the plans of %s: they need no guard", cls)
         return False
     raise _unknown(cls)
