@@ -118,7 +118,7 @@ def measure(path: Path, name: str, guard_off: bool) -> dict[str, Any]:
 
     from vllm import LLM
 
-    register_seeded_weights()
+    register_seeded_weights(scenario.scale)
     asked = prompts(scenario)
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(**options(scenario, Path(folder)))

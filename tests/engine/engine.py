@@ -381,7 +381,7 @@ def options(scenario: Scenario, folder: Path) -> dict[str, Any]:
     return made
 
 
-def register_seeded_weights(scale: float = 2.0) -> None:
+def register_seeded_weights(scale: float) -> None:
     """Make load_format "seeded" known to vLLM; `scale` is fill()'s."""
     import torch
 
