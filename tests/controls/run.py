@@ -49,6 +49,8 @@ MODEL_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 DRAFTER = "vllm/v1/spec_decode/llm_base_proposer.py"
 EXTRACT = "vllm/v1/spec_decode/extract_hidden_states.py"
 BITMASK = "vllm/v1/worker/gpu/structured_outputs.py"
+STEP5 = "vllm/models/step5/nvidia/flashinfer_sparse.py"
+STEP5_CHUNKS = "vllm/models/step5/nvidia/ops/sparse_prefill.py"
 GPU_WORKER = "vllm/v1/worker/gpu_worker.py"
 SYNC_CHECK = "vllm/utils/gpu_sync_debug.py"
 PLAN_GUARD = "vllm/utils/flashinfer_plan_guard.py"
@@ -67,6 +69,7 @@ REGRESSIONS = {
     "v1/spec_decode/test_backup_next_token_ids.py": (DRAFTER, EXTRACT),
     "v1/worker/test_grammar_bitmask_copy.py": (BITMASK,),
     "v1/worker/test_num_computed_tokens_copy.py": (MODEL_RUNNER,),
+    "v1/attention/test_step5_prefill_plan.py": (STEP5_CHUNKS, STEP5),
 }
 # What a fault does: only such a failure shows that a regression sees it.
 FAULT = re.compile("not pinned|from pageable memory|waited for|not their own")
@@ -116,6 +119,9 @@ LENS_SUBTRACT = (
     r"torch\.subtract\(((?:[^()]|\[[^]]*\])*?),\s*out=context_lens_cpu,\s*\)"
 )
 RANGES_PINNED = r"torch\.empty_like\(staged, pin_memory=PIN_MEMORY\)\.copy_\(staged\)"
+KEYS_PINNED = r"torch\.empty_like\((cu_k\[start : end \+ 1\]), pin_memory=PIN_MEMORY\)"
+QUERIES_PINNED = r'(device="cpu",)\s+pin_memory=PIN_MEMORY,'
+STEP5_GUARD = r"(?m)^( +)with plan_guard\(self\._attention\):$"
 LENS_COPY = r"context_lens_cpu\.to\(device, non_blocking=True\)"
 
 
@@ -386,6 +392,36 @@ MUTATIONS = (
                 )
             ]
         },
+    ),
+    Mutation(
+        "step5 chunks: a reused pinned scratch",
+        {STEP5_CHUNKS: [(KEYS_PINNED, r"scratch(\1, start)"), (END, SCRATCH)]},
+    ),
+    Mutation(
+        "step5 chunks: the query offsets are pageable",
+        {STEP5_CHUNKS: [(QUERIES_PINNED, r"\1")]},
+    ),
+    Mutation(
+        "step5 chunks: the key offsets are pageable",
+        {STEP5_CHUNKS: [(KEYS_PINNED, r"torch.empty_like(\1)")]},
+    ),
+    Mutation(
+        "step5 chunks: the copies are allowed to synchronise",
+        {
+            STEP5_CHUNKS: [(KEYS_PINNED, r"torch.empty_like(\1)")],
+            STEP5: [
+                (r"self\._attention\.plan\(", "allowed(self._attention.plan)("),
+                (END, ALLOWED),
+            ],
+        },
+    ),
+    Mutation(
+        "step5 plans: the guard is off",
+        {STEP5: [(STEP5_GUARD, r"\1if True:")]},
+    ),
+    Mutation(
+        "step5 plans: the host waits before each",
+        {STEP5: [(STEP5_GUARD, r"\1torch.cuda.current_stream().synchronize()\n\g<0>")]},
     ),
 )
 

@@ -574,6 +574,114 @@ CASES = [
         },
     ),
     Case(
+        "step5-prefill-chunks",
+        fault="""\
+            import torch
+            from vllm.triton_utils import tl, triton
+
+
+            class PrefillChunk:
+                pass
+
+
+            def make_prefill_chunks(offsets, device):
+                for first in range(0, len(offsets), 32):
+                    last = min(first + 32, len(offsets))
+                    # of this chunk
+                    local = offsets[first : last + 1] - offsets[first]
+                    yield PrefillChunk(
+                        torch.arange(last - first + 1, dtype=torch.int32, device="cpu"),
+                        local,
+                    )
+            """,
+        cured="""\
+            import torch
+            from vllm.triton_utils import tl, triton
+            from vllm.utils.torch_utils import PIN_MEMORY
+
+
+            class PrefillChunk:
+                pass
+
+
+            def make_prefill_chunks(offsets, device):
+                for first in range(0, len(offsets), 32):
+                    last = min(first + 32, len(offsets))
+                    # of this chunk
+                    local = torch.empty_like(offsets[first : last + 1], pin_memory=PIN_MEMORY)
+                    torch.subtract(offsets[first : last + 1], offsets[first], out=local)
+                    yield PrefillChunk(
+                        torch.arange(
+                            last - first + 1,
+                            dtype=torch.int32,
+                            device="cpu",
+                            pin_memory=PIN_MEMORY,
+                        ),
+                        local,
+                    )
+            """,
+        near={
+            (', device="cpu")', ', device="cpu").pin_memory()'): "one of two",
+            ("] - offsets[first]", "] + offsets[first]"): "another value",
+            ("            local,\n", "            offsets,\n"): "not handed over",
+            ("yield PrefillChunk(", "yield dict("): "handed to something else",
+            ("def make_prefill_chunks", "def make_chunks"): "another function",
+        },
+    ),
+    Case(
+        "step5-prefill-plan",
+        fault="""\
+            import torch
+            from vllm.config import get_config
+
+
+            class Step5FlashInferSparse:
+                def run_attention(self, query, out, prefill_chunks):
+                    for chunk in prefill_chunks:
+                        keys = gather(chunk)
+                        # not in flight
+                        self._planned.synchronize()
+                        self._attention.plan(
+                            chunk.offsets,
+                            causal=False,  # all keys are earlier
+                        )
+                        self._planned.record(torch.cuda.current_stream())
+                        self._attention.run(query, keys)
+                    return out
+            """,
+        cured="""\
+            import torch
+            from vllm.config import get_config
+            from vllm.utils.flashinfer_plan_guard import plan_guard
+
+
+            class Step5FlashInferSparse:
+                def run_attention(self, query, out, prefill_chunks):
+                    for chunk in prefill_chunks:
+                        keys = gather(chunk)
+                        # not in flight
+                        with plan_guard(self._attention):
+                            self._attention.plan(
+                                chunk.offsets,
+                                causal=False,  # all keys are earlier
+                            )
+                        self._attention.run(query, keys)
+                    return out
+            """,
+        near={
+            ("self._planned.synchronize()", "pass"): "it does not wait",
+            ("self._planned.record(", "self._other.record("): "of another event",
+            ("self._attention.plan(", "self._attention.begin("): "another call",
+            ("self._attention.plan(", "self._paged.plan("): "another wrapper",
+            ("def run_attention", "def run"): "another method",
+            ("class Step5FlashInferSparse", "class Step5"): "another class",
+            (
+                "            self._planned.record(torch.cuda.current_stream())\n",
+                "",
+            ): "the event of what?",
+        },
+    ),
+    Case(
         "h2d-race-check",
         fault="""\
             import torch
@@ -1085,6 +1193,16 @@ def test_backup_tokens_from_a_list_are_a_cure() -> None:
     assert look("drafter-backup-tokens", source) is State.PRESENT
     reused = source.replace(tokens, "self.tokens[:count]")
     assert look("drafter-backup-tokens", reused) is State.DRIFTED
+
+
+def test_chunk_offsets_that_are_pinned_once_they_are_made_are_a_cure() -> None:
+    case = next(c for c in CASES if c.edit == "step5-prefill-chunks")
+    pinned = case.fault.replace('device="cpu")', 'device="cpu").pin_memory()')
+    pinned = pinned.replace(
+        "offsets[first : last + 1] - offsets[first]",
+        "(offsets[first : last + 1] - offsets[first]).pin_memory()",
+    )
+    assert look(case.edit, pinned) is State.PRESENT
 
 
 def test_edits_tell_their_files(edits: list[Edit]) -> None:

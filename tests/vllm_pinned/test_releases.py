@@ -31,6 +31,8 @@ STATES = {
         ("flashinfer-decode-plan", State.NEEDED, State.NEEDED),
         ("sm90-sparse-mla-plan", State.ABSENT, State.NEEDED),
         ("sm90-sparse-mla-plan-guard", State.ABSENT, State.NEEDED),
+        ("step5-prefill-chunks", State.ABSENT, State.ABSENT),
+        ("step5-prefill-plan", State.ABSENT, State.ABSENT),
         ("flash-attn-mm-prefix-ranges", State.ABSENT, State.NEEDED),
         ("flashinfer-paged-kv-buffers", State.NEEDED, State.PRESENT),
         ("pipeline-input-prep-event", State.NEEDED, State.NEEDED),
@@ -47,6 +49,9 @@ for release in ("0.32.0", "0.33.0"):
 for release in ("0.28.0", "0.29.0"):
     STATES["flash-attn-mm-prefix-ranges"][release] = State.NEEDED
 STATES["flashinfer-paged-kv-buffers"]["0.29.0"] = State.PRESENT
+# vLLM 0.33.0 is the first that has Step5.
+for edit in ("step5-prefill-chunks", "step5-prefill-plan"):
+    STATES[edit]["0.33.0"] = State.NEEDED
 
 RUN_RUFF = (sys.executable, "-m", "ruff")
 

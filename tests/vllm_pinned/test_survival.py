@@ -109,6 +109,26 @@ SUBJECTS = {
             (r"self\.wrapper\.plan\(", r"wrapper.plan("),
         ),
     ),
+    "step5-prefill-chunks": (
+        "0.33.0",
+        ("local_cu_k", "cu_k", "start", "end", "chunks"),
+        (
+            (r"(torch\.arange\([^)]*)\),\n", r"\1).pin_memory(),\n"),
+            (r"(cu_k\[start : end \+ 1\]) - ", r"\1 * "),
+            (r"(\n +)local_cu_k,\n", r"\1cu_k[start : end + 1],\n"),
+            (r"PrefillChunk\(\n", r"dict(\n"),
+        ),
+    ),
+    "step5-prefill-plan": (
+        "0.33.0",
+        ("chunk", "index", "start", "end", "k", "query"),
+        (
+            (r"(self\._prefill_plan_event\.)synchronize\(", r"\1query("),
+            (r"\n +self\._prefill_plan_event\.record\(.*", r""),
+            (r"self\._attention\.plan\(", r"self._attention.begin_forward("),
+            (r"(\n +)(self\._attention\.plan\()", r"\1done = \2"),
+        ),
+    ),
     "drafter-backup-tokens": (
         "0.33.0",
         ("num_reqs", "i", "requests", "gpu_input_batch", "backup_tokens_gpu"),
