@@ -3,7 +3,9 @@
 
 import dataclasses
 import json
+import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -677,6 +679,32 @@ def test_a_process_that_does_not_end_is_killed(
     (trees[0] / "vllm/__init__.py").write_text("import time\ntime.sleep(1000)")
     ran = run.run_engine("sparse-mla", trees[0], Path("none.py"), {})
     assert ran.outcome == "cannot start: no end in 2 s"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_engines_too(
+    trees: tuple[Path, Path], tmp_path: Path, number: int
+) -> None:
+    for tree in trees:
+        (tree / "vllm/__init__.py").write_text(
+            "import os, time\n"
+            f"open(f'{tmp_path}/{{os.getpid()}}.pid', 'w').close()\n"
+            "time.sleep(1000)\n"
+        )
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, trees), "moe-triton-v1"]
+    )
+    until = time.monotonic() + 60
+    while not (started := list(tmp_path.glob("*.pid"))):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(20) == 128 + number
+    for file in started:
+        with pytest.raises(ProcessLookupError):
+            while time.monotonic() < until:
+                os.kill(int(file.stem), 0)
+                time.sleep(0.1)
 
 
 def run_eplb(trees: tuple[Path, Path], fault: str = "", name: str = "moe-eplb") -> Any:

@@ -75,6 +75,8 @@ STRICT = {"VLLM_GPU_SYNC_CHECK": "error"}
 RACES = {"VLLM_H2D_RACE_CHECK": "warn", "VLLM_H2D_RACE_LAG_US": "2000"}
 SWITCHES = REFERENCE | STRICT | RACES
 
+engines: set[subprocess.Popen] = set()  # that run
+
 
 @dataclass(frozen=True)
 class Ran:
@@ -206,12 +208,14 @@ def run_engine(name: str, tree: Path, check: Path, environment: dict[str, str]) 
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            engines.add(process)
             try:
                 code = process.wait(TIMEOUT)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
                 kill(process)
+                engines.discard(process)
         said = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
         written = json.loads(result.read_text()) if result.exists() else {}
         if "outputs" not in written and "error" not in written:
@@ -228,6 +232,14 @@ def kill(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def stop(number: int, _: object) -> None:
+    """End with all engines, whose sessions the signal does not reach."""
+    for process in list(engines):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    os._exit(128 + number)
 
 
 def read(result: dict[str, Any], log: str) -> Ran:
@@ -393,6 +405,8 @@ def main() -> int:
     if arguments.race_check and not (patched / RACE_CHECK).is_file():
         parser.error(f"{patched} holds no {RACE_CHECK}; give the patched tree second")
 
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
     print(ROW.format("scenario and run", *COLUMNS))
     failed, record = [], {}
     # One thread waits for each scenario; the processes are what is limited.
