@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-WHEEL = "vllm-0.33.0+pinned.2-py3-none-any.whl"
-INFO = "vllm-0.33.0+pinned.2.dist-info"
+RELEASED, PATCHED = "0.33.0", "0.33.0+pinned.2"
 # All that buildkite-agent has to do here. It fails on any other call.
 AGENT = """\
 #!/usr/bin/env bash
@@ -23,19 +22,19 @@ cp {wheel} dist/
 """
 
 
-def write_wheel(folder: Path) -> Path:
+def write_wheel(folder: Path, version: str) -> Path:
     """A wheel of vLLM's name whose command `vllm` is the stand-in."""
-    path = folder / WHEEL
+    path = folder / f"vllm-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.write(Path(__file__).with_name("stand_in.py"), "vllm/stand_in.py")
         wheel.writestr("vllm/__init__.py", "")
         for name, text in {
-            "METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0+pinned.2\n",
+            "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n",
             "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
             "entry_points.txt": "[console_scripts]\nvllm = vllm.stand_in:main\n",
             "RECORD": "",
         }.items():
-            wheel.writestr(f"{INFO}/{name}", text)
+            wheel.writestr(f"vllm-{version}.dist-info/{name}", text)
     return path
 
 
@@ -47,7 +46,7 @@ class Job:
         shutil.copytree(ROOT / ".buildkite", self.folder / ".buildkite")
         agent = folder / "bin/buildkite-agent"
         agent.parent.mkdir()
-        agent.write_text(AGENT.format(wheel=write_wheel(folder)))
+        agent.write_text(AGENT.format(wheel=write_wheel(folder, PATCHED)))
         agent.chmod(0o755)
         self.env = {
             **os.environ,
@@ -87,3 +86,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "--threshold" in done.stdout
     return job
+
+
+@pytest.fixture
+def installed(job: Job, tmp_path: Path) -> Job:
+    """A checkout in which install.sh has nothing left to do, which saves time."""
+    other = Job(tmp_path)
+    (other.folder / ".venv").symlink_to(job.folder / ".venv")
+    (other.folder / ".buildkite/install.sh").write_text("#!/bin/sh\n")
+    return other

@@ -53,7 +53,9 @@ class Accuracy:
         self.model = f"model-{folder.name}-{os.getpid()}"
         environment = job.folder / ".venv"
         self.path = f"{environment}/vllm/bin:{environment}/eval/bin"
-        self.script = ("env", f"PATH={self.path}", "python", ".buildkite/accuracy.py")
+        # No signal is ignored, whatever these tests run under.
+        clean = ("env", "--default-signal", f"PATH={self.path}")
+        self.script = (*clean, "python", ".buildkite/accuracy.py")
 
     def arguments(self, *server: object, **options: object) -> list[str]:
         named = {
@@ -163,7 +165,7 @@ def test_an_evaluation_that_fails_fails(accuracy: Accuracy) -> None:
     assert not accuracy.left()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("when", ["starting", "asking"])
 def test_a_signal_ends_all_that_was_started(
     accuracy: Accuracy, when: str, number: signal.Signals
@@ -185,6 +187,43 @@ def test_a_signal_ends_all_that_was_started(
         job.kill()
     assert job.returncode == 128 + number
     assert err.endswith(f"accuracy.py: ended by {number.name}\n")
+    assert not accuracy.left()
+
+
+def test_it_outlives_its_terminal_under_nohup(accuracy: Accuracy) -> None:
+    script = [*accuracy.script[:3], "/usr/bin/nohup", *accuracy.script[3:]]
+    job = accuracy.job.start(*script, *accuracy.arguments("--healthy-after", 600))
+    log = accuracy.out / "server.log"
+    try:
+        until(lambda: log.exists() and "started" in log.read_text())
+        job.send_signal(signal.SIGHUP)
+        time.sleep(1)
+        job.terminate()
+        _, err = job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert err.endswith("accuracy.py: ended by SIGTERM\n")
+
+
+def test_a_canceled_job_ends_in_time(accuracy: Accuracy, tmp_path: Path) -> None:
+    """Nothing listens to SIGTERM. An agent kills the job, and that alone, after 9 s."""
+    evaluator = tmp_path / "bin/lm_eval"
+    evaluator.parent.mkdir()
+    evaluator.write_text("#!/bin/sh\ntrap '' TERM\n/bin/sleep 600\n")
+    evaluator.chmod(0o755)
+    script = [
+        part.replace("PATH=", f"PATH={evaluator.parent}:") for part in accuracy.script
+    ]
+    job = accuracy.job.start(*script, *accuracy.arguments("--deaf"))
+    try:
+        until(lambda: any(str(evaluator) in line for line in accuracy.left()))
+        job.terminate()
+        started = time.monotonic()
+        job.communicate(timeout=30)
+        assert time.monotonic() - started < 8
+    finally:
+        job.kill()
+    assert job.returncode == 128 + signal.SIGTERM
     assert not accuracy.left()
 
 
@@ -230,7 +269,7 @@ def test_a_missing_command_is_named(accuracy: Accuracy, command: str) -> None:
     name = "eval" if command == "vllm" else "vllm"
     environment = accuracy.job.folder / f".venv/{name}/bin"
     done = accuracy.job.run(
-        *("env", f"PATH={environment}", *accuracy.script[2:]), *accuracy.arguments()
+        *("env", f"PATH={environment}", *accuracy.script[3:]), *accuracy.arguments()
     )
     assert done.returncode == 2
     assert done.stderr == (f"accuracy.py: there is no {command} on PATH; install it\n")

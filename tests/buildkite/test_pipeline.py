@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pipeline: Buildkite's schema, what every step has, and which jobs there are."""
 
+import ast
 import itertools
 import os
 import re
@@ -8,6 +9,8 @@ import runpy
 import shlex
 import subprocess
 import sys
+import zipfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +18,10 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 from tests.buildkite.conftest import ROOT
+from vllm_pinned.fetch import fetch
 
 FOLDER = ROOT / ".buildkite"
 TEXT = (FOLDER / "pipeline.yaml").read_text()
@@ -31,6 +36,9 @@ BIN = Path(sys.executable).parent
 accuracy = SimpleNamespace(**runpy.run_path(str(FOLDER / "accuracy.py")))
 control = SimpleNamespace(
     **runpy.run_path(str(ROOT / "tests/controls/run.py"), run_name="control")
+)
+engine = SimpleNamespace(
+    **runpy.run_path(str(ROOT / "tests/engine/run.py"), run_name="run")
 )
 
 
@@ -119,7 +127,7 @@ def test_steps_wait_for_the_wheel_that_they_install() -> None:
     for key, step in STEPS.items():
         installs = step["command"].startswith(".buildkite/")
         assert step.get("depends_on") == ("wheel" if installs else None), key
-    for script in ("accuracy.sh", "regressions.sh"):
+    for script in ("accuracy.sh", "engine.sh", "regressions.sh"):
         assert "\n.buildkite/install.sh\n" in (FOLDER / script).read_text()
 
 
@@ -151,17 +159,20 @@ def test_changed_paths_select_jobs() -> None:
     always = {"wheel", "tests"}
     accuracies = {"eplb-accuracy-h100", "eplb-accuracy-b200", "pcp-accuracy"}
     regressions = {"regressions-h100", "regressions-h200", "regressions-b200"}
+    engines = {"engines", "engines-race-check"}
     assert select("README.md", "tests/vllm_pinned/test_wheel.py") == always
     assert select("tests/v1/attention/test_mla_context_lens.py") == always | regressions
     assert select("tests/distributed/test_eplb_gloo_staging.py") == always | {
         "eplb-execution"
     }
+    assert select("tests/engine/eplb.py") == always | engines
     backend = "vllm/v1/attention/backends/flashinfer.yml"
-    assert select(backend) == always | accuracies | regressions
+    assert select(backend) == always | accuracies | regressions | engines
     for path in (
         "vllm/distributed/eplb/eplb_communicator.yml",
         "vllm_pinned/wheel.py",
         "Makefile",
+        "pyproject.toml",
         ".buildkite/install.sh",
     ):
         assert select(path) == set(STEPS)
@@ -190,6 +201,25 @@ def test_every_regression_runs_once_on_all_hardware(hardware: str) -> None:
     found = ran(f"regressions-{hardware}")
     assert sorted(found) == sorted(expected)
     assert STEPS[f"regressions-{hardware}"]["agents"]["hardware"] == hardware
+
+
+@pytest.mark.parametrize(
+    ("key", "options", "left_out"),
+    [
+        ("engines", [], set()),
+        # Gloo waits for the GPU at each collective: EPLB lets nothing fall behind.
+        ("engines-race-check", ["--race-check"], {"moe-eplb", "moe-eplb-async"}),
+    ],
+)
+def test_every_engine_runs_once(
+    key: str, options: list[str], left_out: set[str]
+) -> None:
+    found = []
+    for script, *arguments, part in commands(STEPS[key]):
+        assert (script, arguments) == (".buildkite/engine.sh", options)
+        found += [name for name in engine.SCENARIOS if part in name]
+    assert sorted(found) == sorted(engine.SCENARIOS.keys() - left_out)
+    assert STEPS[key]["agents"] == {"hardware": "h200", "gpus": 1}
 
 
 def evaluations(key: str) -> list[tuple[str, float, int, str]]:
@@ -225,3 +255,98 @@ def test_pcp_accuracy() -> None:
             options,
         )
     assert sizes == [("2", "2"), ("1", "4")]
+
+
+class Release:
+    """What the release that the wheel is made of says of its server's options."""
+
+    def __init__(self, wheel: zipfile.ZipFile) -> None:
+        self.options: set[str] = set()
+        self.fields: dict[str, dict[str, ast.expr]] = defaultdict(dict)
+        self.choices: dict[str, set[str]] = {}
+        for name in wheel.namelist():
+            if re.fullmatch(r"vllm/(config/\w+|engine/arg_utils)\.py", name):
+                for node in ast.walk(ast.parse(wheel.read(name))):
+                    self._read(node)
+
+    def _read(self, node: ast.AST) -> None:
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=names):
+                self.options |= _strings(*names)
+            case ast.ClassDef(name=name, body=body):
+                for line in body:
+                    if isinstance(line, ast.AnnAssign):
+                        self.fields[name][ast.unparse(line.target)] = line.annotation
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() as value)
+                | ast.AnnAssign(
+                    target=ast.Name(id=name), value=ast.Subscript() as value
+                )
+            ):  # of the form Literal[...]
+                self.choices[name] = _strings(value)
+
+    def refuses(self, tokens: list[str]) -> list[str]:
+        """The options that it does not have, or not with that value."""
+        refused = []
+        for token, after in itertools.pairwise([*tokens, "--"]):
+            name, _, value = token.partition("=")
+            name, _, inner = name.partition(".")
+            if not name.startswith("--"):
+                continue
+            field = inner or name.removeprefix("--").replace("-", "_")
+            types = [found[field] for found in self.fields.values() if field in found]
+            choices = set().union(
+                *(
+                    self.choices.get(part.id, set())
+                    for found in types
+                    for part in ast.walk(found)
+                    if isinstance(part, ast.Name)
+                )
+            )
+            exists = name in self.options and (types or not inner)
+            if not exists or (choices and (value or after) not in choices):
+                refused.append(token)
+        return refused
+
+
+def _strings(*nodes: ast.AST) -> set[str]:
+    return {
+        part.value
+        for node in nodes
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    }
+
+
+@pytest.fixture(scope="session")
+def release() -> Release:
+    default = re.search(r"^VLLM \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert default
+    with zipfile.ZipFile(fetch(Version(default[1]))) as wheel:
+        return Release(wheel)
+
+
+@pytest.mark.parametrize(
+    "key", [key for key, step in STEPS.items() if "accuracy.sh" in step["command"]]
+)
+def test_the_release_has_the_options_of_the_servers(key: str, release: Release) -> None:
+    for *_, options in evaluations(key):
+        assert "--enable-expert-parallel" in options
+        assert release.refuses(options.split()) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--enable-elpb"],
+        ["--all2all-backend", "deepep"],
+        ["--eplb-config.use_asynch=false"],
+        ["--eplb-config.communicator=gloo"],
+        ["--elpb-config.use_async=false"],
+        ["--safetensors-load-strategy", "prefetched"],
+        ["--moe-backend", "cutlass_flashinfer"],
+        ["--kv-cache-dtype", "fp7"],
+    ],
+)
+def test_other_options_are_refused(options: list[str], release: Release) -> None:
+    assert release.refuses(["--enable-eplb", *options]) == options[:1]

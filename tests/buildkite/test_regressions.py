@@ -22,6 +22,7 @@ def test_copies():
     pass
 """
 OTHER_RELEASE = NO_GPU.replace("needs an NVIDIA GPU", "this release has none")
+NO_FLASHINFER = NO_GPU.replace("an NVIDIA GPU", "FlashInfer")
 NO_MODULE = """
 import pytest
 
@@ -32,15 +33,6 @@ FAILS = """
 def test_waits():
     assert False
 """
-
-
-@pytest.fixture
-def installed(job: Job, tmp_path: Path) -> Job:
-    """A checkout in which install.sh has nothing left to do, which saves time."""
-    other = Job(tmp_path)
-    (other.folder / ".venv").symlink_to(job.folder / ".venv")
-    (other.folder / ".buildkite/install.sh").write_text("#!/bin/sh\n")
-    return other
 
 
 def run(job: Job, text: str) -> tuple[int, str]:
@@ -64,6 +56,11 @@ def test_it_installs_the_wheel_and_runs(job: Job) -> None:
         (PASSES + OTHER_RELEASE, 0, ""),
         (PASSES + FAILS, 1, ""),
         (PASSES + NO_GPU, 1, "this agent lacks what a regression needs, see above"),
+        (
+            PASSES + NO_FLASHINFER,
+            1,
+            "this agent lacks what a regression needs, see above",
+        ),
         (PASSES + NO_MODULE, 1, "this agent lacks what a regression needs, see above"),
         (OTHER_RELEASE, 1, "no regression ran; give ones that this hardware can run"),
         ("", 5, ""),  # pytest's code for no tests
