@@ -32,6 +32,9 @@ from vllm_pinned.target import Target, inside
 MANIFEST = "vllm-pinned.json"
 JOURNAL = "vllm-pinned.journal"
 
+# What reading a damaged one of them raises.
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, zlib.error)
+
 # What a new file takes of its folder's mode.
 _NEW_MODE = 0o664
 
@@ -44,14 +47,34 @@ def locked(target: Target) -> Iterator[None]:
         BadInput: the tree cannot be read or mended.
 
     """
-    folder = os.open(target.path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot lock
-            fcntl.flock(folder, fcntl.LOCK_EX)
+    with _lock(target.path):
         recover(target)
         yield
+
+
+@contextlib.contextmanager
+def output_folder(folder: Path) -> Iterator[None]:
+    """Make `folder` and hold it; folders that are new and stay empty go again."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _lock(folder):
+            yield
     finally:
-        os.close(folder)
+        with contextlib.suppress(OSError):
+            for path in new:
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot lock
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def apply(target: Target, changes: Mapping[str, bytes], edits: list[str]) -> None:
@@ -64,10 +87,12 @@ def apply(target: Target, changes: Mapping[str, bytes], edits: list[str]) -> Non
 
     """
     manifest = read_manifest(target)
+    entries = manifest["files"]
     for path, after in changes.items():
-        old = _pack(target.read(path))  # None: the file is new
-        entry = manifest["files"].setdefault(path, {"original": old})
-        entry["sha256"] = _digest(after)
+        if path not in entries or not _known(target, path, entries[path]):
+            # None: the file is new.
+            entries[path] = {"original": _pack(target.read(path))}
+        entries[path]["sha256"] = _digest(after)
     manifest["edits"] = sorted({*manifest["edits"], *edits})
     files: dict[str, bytes | None] = dict(changes)
     name, record = _state_name(target, MANIFEST), f"{target.dist_info}/RECORD"
@@ -100,13 +125,12 @@ def revert(target: Target) -> list[str]:
     manifest = read_manifest(target)
     files: dict[str, bytes | None] = {}
     for path, entry in manifest["files"].items():
-        current, original = target.read(path), _unpack(entry["original"])
-        if _digest(current) not in (entry["sha256"], _digest(original)):
+        if not _known(target, path, entry):
             raise BadInput(
                 f"{target.path / path} was changed after the edits were applied, "
                 "so nothing was reverted; put that file back, or reinstall vLLM"
             )
-        if current != original:
+        if target.read(path) != (original := _unpack(entry["original"])):
             files[path] = original
     name, record = _state_name(target, MANIFEST), f"{target.dist_info}/RECORD"
     new = _new_files(manifest)
@@ -128,18 +152,41 @@ def revert(target: Target) -> list[str]:
 def read_manifest(target: Target) -> dict[str, Any]:
     """What `apply` wrote down: edits made, and each file's original and new hash.
 
-    Empty where nothing was applied.
+    Empty where nothing was applied, and of a checkout in which no file is as edited
+    any more: git has put the files back, or taken those of another commit.
+
+    Raises:
+        BadInput: it is damaged.
+
     """
     text = target.read(_state_name(target, MANIFEST))
     if text is None:
         return {"vllm-pinned": __version__, "edits": [], "files": {}, "record": {}}
     try:
         manifest: dict[str, Any] = json.loads(text)
-    except ValueError:
-        raise BadInput(
-            f"{target.path / _state_name(target, MANIFEST)} is damaged; reinstall vLLM"
-        ) from None
+        entries = manifest["files"].items()
+        known = {path: entry for path, entry in entries if _known(target, path, entry)}
+        edited = [
+            path
+            for path, entry in known.items()
+            if entry["original"] and _digest(target.read(path)) == entry["sha256"]
+        ]
+        manifest["edits"], manifest["record"]  # which it has to have, too
+    except MALFORMED:
+        raise BadInput(_damaged(target, MANIFEST)) from None
+    if not target.dist_info and not edited:
+        manifest |= {"edits": [], "files": known}
     return manifest
+
+
+def _known(target: Target, path: str, entry: dict[str, Any]) -> bool:
+    """Whether the file has the bytes from before `apply`, or those that it wrote."""
+    original = _unpack(entry["original"])
+    return _digest(target.read(path)) in (entry["sha256"], _digest(original))
+
+
+def _damaged(target: Target, name: str) -> str:
+    return f"{target.path / _state_name(target, name)} is damaged; reinstall vLLM"
 
 
 def _new_files(manifest: dict[str, Any]) -> set[str]:
@@ -198,20 +245,21 @@ def recover(target: Target) -> None:
     """
     journal = target.path / _state_name(target, JOURNAL)
     try:
-        _remove(_beside(journal))
         text = target.read(_state_name(target, JOURNAL))
         if text is None:
+            with contextlib.suppress(OSError):  # it is in nobody's way
+                _remove(_beside(journal))
             return
-        entries = json.loads(text)
-        for name, entry in entries.items():
+        entries = _journal(target, text)
+        for name, (old, new) in entries.items():
             current = target.read(name)
-            if current != _unpack(entry["old"]) and _digest(current) != entry["new"]:
+            if current != old and _digest(current) != new:
                 raise BadInput(
                     f"{target.path / name} was changed while an interrupted run of "
                     "vllm-pinned had left it half done; reinstall vLLM"
                 )
-        for name, entry in entries.items():
-            path, old = inside(target.path, name), _unpack(entry["old"])
+        for name, (old, _) in entries.items():
+            path = inside(target.path, name)
             _remove(_beside(path))
             if target.read(name) != old:
                 if old is not None:
@@ -224,6 +272,15 @@ def recover(target: Target) -> None:
             f"{error.filename} cannot be written to undo it ({error.strerror}); "
             "run any command again as a user who may write there"
         ) from None
+
+
+def _journal(target: Target, text: bytes) -> dict[str, tuple[bytes | None, str | None]]:
+    """The old bytes of each file, and the hash of its new ones."""
+    try:
+        entries = json.loads(text).items()
+        return {name: (_unpack(entry["old"]), entry["new"]) for name, entry in entries}
+    except MALFORMED:
+        raise BadInput(_damaged(target, JOURNAL)) from None
 
 
 def _beside(path: Path) -> Path:

@@ -144,6 +144,20 @@ def test_a_module_of_the_tree_is_not_overwritten(
     assert files(root) == before
 
 
+def test_a_newer_module_comes_after_revert(root: Path, run: Run, fork: Path) -> None:
+    """What says so is the refusal."""
+    before = files(root)
+    run("apply", root, cwd=fork)
+    (fork / NOTE).write_text(NOTE_MODULE + "# newer\n")
+    done = run("apply", root, cwd=fork)
+    assert done.returncode == 2
+    assert "(`vllm-pinned revert` takes back what an older one applied)" in done.stderr
+    assert run("revert", root, cwd=fork).returncode == 0
+    assert files(root) == before
+    assert run("apply", root, cwd=fork).returncode == 0
+    assert files(root)[NOTE][0].endswith(b"# newer\n")
+
+
 def test_a_module_that_was_there_stays(root: Path, run: Run, fork: Path) -> None:
     (root / NOTE).write_text(NOTE_MODULE)
     before = files(root)
@@ -292,6 +306,55 @@ def test_revert_after_git_put_a_file_back(root: Path, run: Run) -> None:
     assert run("revert", root).returncode == 0
     assert files(root)[EPLB] == before[EPLB]
     assert f"{INFO}/vllm-pinned.json" not in files(root)
+
+
+def test_a_checkout_that_moved_on(
+    trees: dict[str, Path], tree: Callable[[str], Path], run: Run
+) -> None:
+    """Git puts the edited files back and takes another release; then apply, revert."""
+    root = tree("0.27.1")
+    shutil.rmtree(root / "vllm-0.27.1.dist-info")
+    (root / ".git").mkdir()
+    released = files(root)
+    assert run("apply", root).returncode == 0
+    for name in released:
+        shutil.copy(trees["0.30.0"] / name, root / name)
+    newer = {name: state for name, state in files(root).items() if name in released}
+    status = run("status", root)
+    assert status.returncode == 1
+    assert "vllm-pinned applied" not in status.stdout
+    for _ in "12":
+        done = run("apply", root)
+        assert done.returncode == 0, done.stderr
+        done = run("revert", root)
+        assert done.returncode == 0, done.stderr
+        assert files(root) == newer
+
+
+def test_changes_on_top_of_edits_outlive_newer_edits(
+    root: Path, run: Run, fork: Path
+) -> None:
+    """Revert goes back to before the last apply where nobody else could."""
+    run("apply", root)
+    with (root / EPLB).open("a") as file:
+        file.write("# mine\n")
+    mine = (root / EPLB).read_bytes()
+    assert run("apply", root, cwd=fork).returncode == 0
+    assert (root / EPLB).read_bytes() != mine
+    assert run("revert", root).returncode == 0
+    assert (root / EPLB).read_bytes() == mine
+
+
+def test_a_record_of_other_tools(root: Path, run: Run) -> None:
+    """Windows line ends, and a name that is no UTF-8."""
+    record = root / INFO / "RECORD"
+    text = record.read_bytes().replace(b"\n", b"\r\n")
+    record.write_bytes(text + b"vllm/\xff.txt,,\r\nodd\r\n\r\n")
+    before = files(root)
+    for command in ("apply", "revert"):
+        done = run(command, root)
+        assert done.returncode == 0, done.stderr
+    assert files(root) == before
 
 
 # A kill at every step.
@@ -513,6 +576,48 @@ def test_a_full_temporary_folder(root: Path, run: Run) -> None:
     assert done.returncode == 2, done.stderr
     assert "cannot write temporary files" in done.stderr
     assert files(root) == before
+
+
+def test_no_temporary_folder(root: Path, run: Run) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    done = run("status", root, preexec_fn=limit)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "cannot write temporary files" in line
+    assert line.endswith("free some room, or set TMPDIR to another folder")
+
+
+def test_no_room_for_the_rules_alone() -> None:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, old[1]))
+    try:
+        with pytest.raises(BadInput, match="cannot write temporary files"):
+            survey(lambda _: b"x = 1\n", load_edits())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+
+
+@pytest.fixture
+def read_only(root: Path, tmp_path: Path) -> Iterator[Path]:
+    """The tree on a disk that takes no write, as in the layers of an image."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    for command in (["--bind", root, disk], ["-o", "remount,bind,ro", disk]):
+        done = subprocess.run(["mount", *command], capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip("needs a user who may mount a disk")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_read_only_disk(read_only: Path, run: Run) -> None:
+    assert run("status", read_only).returncode == 1
+    assert run("diff", read_only).returncode == 1
+    done = run("apply", read_only)
+    assert done.returncode == 2
+    assert "Read-only file system, so nothing was changed" in done.stderr
 
 
 def test_a_disk_that_fills_up(root: Path, tmp_path: Path, run: Run) -> None:
