@@ -47,8 +47,10 @@ def edit_record(record: bytes, new_line: Callable[[str, bytes], bytes | None]) -
 
 def record_hashes(record: bytes) -> dict[str, str]:
     """`algorithm=digest` by path; empty where a file has none."""
-    return {row[0]: row[1] for row in csv.reader(record.decode().splitlines()) if row}
+    rows = csv.reader(record.decode().splitlines())
+    return {row[0]: row[1] for row in rows if len(row) > 1}
 
 
 def _path(content: bytes) -> str:
-    return next(iter(next(csv.reader([content.decode()]), [])), "")
+    text = content.decode(errors="surrogateescape")
+    return next(iter(next(csv.reader([text]), [])), "")

@@ -8,6 +8,7 @@ wheel, site-packages) or a wheel; a version names a release, which is fetched.
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -19,6 +20,9 @@ from packaging.version import InvalidVersion, Version
 
 from vllm_pinned.errors import BadInput
 from vllm_pinned.fetch import fetch
+
+# What zipfile and the reading of what is in a wheel raise where it is damaged.
+DAMAGED = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,15 @@ def resolve(name: str | None) -> Target:
     if name is None:
         return _installed()
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         return _folder(path)
-    if path.exists():
+    if path.is_file():
         return open_wheel(path)
     try:
         version = Version(name)
     except InvalidVersion:
         raise BadInput(
-            f"{name} is no file, no folder and no release; "
+            f"{name or 'an empty name'} is no file, no folder and no release; "
             "give a path, or a version such as 0.33.0"
         ) from None
     return open_wheel(fetch(version))
@@ -164,23 +168,40 @@ def open_wheel(path: Path) -> Target:
     try:
         archive = zipfile.ZipFile(path)
         names = set(archive.namelist())
-    except (zipfile.BadZipFile, OSError) as error:
+    except PermissionError:
+        raise
+    except (*DAMAGED, OSError) as error:
         raise BadInput(
-            f"{path} cannot be read as a wheel ({error}); download it again"
+            f"{path} cannot be read as a wheel ({error}); remove it, download it again"
         ) from None
     infos = {n.split("/")[0] for n in names if re.match(r"vllm-[^/]+\.dist-info/", n)}
     required = {
         f"{info}/{file}" for info in infos for file in ("METADATA", "RECORD", "WHEEL")
     }
-    if len(infos) != 1 or not required <= names or "vllm/__init__.py" not in names:
-        raise BadInput(f"{path} is no whole wheel of vLLM; download it again")
+    required.add("vllm/__init__.py")
+    if [*map(_info_version, infos)] != [version] or not required <= names:
+        raise BadInput(
+            f"{path} is no whole wheel of vLLM {version}; remove it, download it again"
+        )
 
     def read(name: str) -> bytes | None:
         if name not in names:
             return None
         try:
             return archive.read(name)
-        except (zipfile.BadZipFile, OSError, ValueError, EOFError) as error:
-            raise BadInput(f"{path} is damaged ({error}); download it again") from None
+        except (*DAMAGED, OSError) as error:
+            raise BadInput(damaged(path, error)) from None
 
-    return Target(path.resolve(), str(version), False, infos.pop(), read)
+    return Target(path.absolute(), str(version), False, infos.pop(), read)
+
+
+def damaged(wheel: Path, error: Exception) -> str:
+    return f"{wheel} is damaged ({error}); remove it, download it again"
+
+
+def _info_version(info: str) -> Version | None:
+    """The version in `vllm-X.Y.Z.dist-info`."""
+    try:
+        return Version(info.removeprefix("vllm-").removesuffix(".dist-info"))
+    except InvalidVersion:
+        return None

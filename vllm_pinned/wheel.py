@@ -12,8 +12,7 @@ import os
 import re
 import struct
 import zipfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,9 +27,13 @@ from vllm_pinned.record import (
     record_line,
     record_lines,
 )
-from vllm_pinned.target import Target
+from vllm_pinned.target import DAMAGED, Target, damaged
+from vllm_pinned.write import output_folder
 
 CHUNK = 1 << 20
+
+# Hashes that RECORD may have (PEP 427: sha256 or better).
+ALGORITHMS = ("sha256", "sha384", "sha512")
 
 # Fixed part of a local file header, and where in it the lengths of what follows it
 # stand (APPNOTE.TXT of the ZIP format, 4.3.7).
@@ -41,10 +44,13 @@ _SIZES_FOLLOW_DATA = 0x08
 
 
 def pinned_version(released: str) -> str:
-    """The version of the edited wheel: `X.Y.Z+pinned.N`, after a local part if any."""
+    """The version of the edited wheel: `X.Y.Z+pinned.N`, after a local part if any.
+
+    An older `pinned.N` is replaced.
+    """
     version = Version(released)
-    local = f"{version.local}." if version.local else ""
-    return f"{version.public}+{local}pinned.{__version__}"
+    local = re.sub(r"(^|\.)pinned\.[\d.]+$", "", version.local or "")
+    return f"{version.public}+{local}{local and '.'}pinned.{__version__}"
 
 
 def pack(
@@ -66,31 +72,31 @@ def pack(
     tags = target.path.name.split("-", 2)[2]
     results = folder / f"{new_stem}-{tags}", folder / f"{new_stem}.diff"
     parts = [path.with_name(f".{path.name}.part") for path in results]
-    new_folder = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        parts[1].write_bytes(diff)
-        with parts[0].open("wb") as out:
-            _write(target.path, out, changes, old_stem, new_stem)
-        for part, result in zip(parts, results, strict=True):
-            os.replace(part, result)
+        with output_folder(folder), _removed(parts):
+            parts[1].write_bytes(diff)
+            with parts[0].open("wb") as out:
+                _write(target.path, out, changes, old_stem, new_stem)
+            for part, result in zip(parts, results, strict=True):
+                os.replace(part, result)
     except OSError as error:
         raise BadInput(
             f"cannot write {results[0]} ({error.strerror}); "
             "free some room, or give another folder with --out"
         ) from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise BadInput(
-            f"{target.path} is damaged ({error}); download it again"
-        ) from None
+    except DAMAGED as error:
+        raise BadInput(damaged(target.path, error)) from None
+    return results
+
+
+@contextlib.contextmanager
+def _removed(parts: Iterable[Path]) -> Iterator[None]:
+    """Remove `parts` at the end, those that are still there."""
+    try:
+        yield
     finally:
         for part in parts:
-            with contextlib.suppress(OSError):
-                part.unlink()
-        if new_folder:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # empty where nothing was written
-    return results
+            part.unlink(missing_ok=True)
 
 
 def _write(
@@ -155,7 +161,7 @@ def _check(
     if info.is_dir():
         return
     algorithm, _, expected = hashes.get(info.filename, "").partition("=")
-    if not expected:
+    if algorithm not in ALGORITHMS:
         raise zipfile.BadZipFile(f"{info.filename} has no hash in RECORD")
     digest = hashlib.new(algorithm)
     with old.open(info) as entry:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input: one sentence that ends in what to do, exit 2, and nothing changed."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from tests.vllm_pinned.conftest import UNPRIVILEGED, Run, files
+from vllm_pinned import write
 from vllm_pinned.edits import edits_folder, load_edits
 from vllm_pinned.errors import BadInput
 from vllm_pinned.survey import survey
@@ -40,6 +42,27 @@ def test_this_fork_is_no_vllm(run: Run) -> None:
 def test_no_such_path(run: Run) -> None:
     said = sentence(run("status", "./nowhere"))
     assert "is no file, no folder and no release; give a path, or a version" in said
+
+
+def test_an_empty_name(tree: Callable[[str], Path], run: Run) -> None:
+    """As of a variable that is not set: not the folder that one is in."""
+    root = tree("0.29.0")
+    before = files(root)
+    said = sentence(run("apply", "", cwd=root))
+    assert "is no file, no folder and no release; give a path, or a version" in said
+    assert files(root) == before
+
+
+def test_a_name_that_is_too_long(run: Run) -> None:
+    said = sentence(run("status", "x" * 5000))
+    assert said.endswith("(File name too long); mend that path or give another")
+
+
+def test_a_pipe(tmp_path: Path, run: Run) -> None:
+    """A read from it would wait for ever."""
+    os.mkfifo(pipe := tmp_path / "vllm-0.33.0-py3-none-any.whl")
+    said = sentence(run("status", pipe, timeout=20))
+    assert "is no file, no folder and no release" in said
 
 
 def test_vllm_is_not_installed(run: Run) -> None:
@@ -149,13 +172,37 @@ def test_what_may_not_be_read(
     assert said.endswith("run as a user who may")
 
 
-def test_a_damaged_manifest(tree: Callable[[str], Path], run: Run) -> None:
+NO_STATE = (
+    b"{",
+    b"\xff",
+    b"[]",
+    b'{"edits": [], "record": {}, "files": {"vllm/version.py": {}}}',
+    b'{"edits": [], "record": {}, "files": {"vllm/version.py": '
+    b'{"original": "zz", "sha256": ""}}}',
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(
+            (name, text)
+            for name in (write.MANIFEST, write.JOURNAL)
+            for text in NO_STATE
+        ),
+        (write.MANIFEST, b"{}"),  # as a journal it is whole
+    ],
+)
+def test_a_damaged_manifest_or_journal(
+    tree: Callable[[str], Path], run: Run, name: str, text: bytes
+) -> None:
     root = tree("0.29.0")
     run("apply", root)
-    (root / "vllm-0.29.0.dist-info/vllm-pinned.json").write_text("{")
+    (root / "vllm-0.29.0.dist-info" / name).write_bytes(text)
     before = files(root)
-    said = sentence(run("revert", root))
-    assert "vllm-pinned.json is damaged; reinstall vLLM" in said
+    for command in ("status", "revert"):
+        said = sentence(run(command, root))
+        assert f"{name} is damaged; reinstall vLLM" in said
     assert files(root) == before
 
 

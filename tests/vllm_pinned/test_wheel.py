@@ -4,6 +4,7 @@
 import base64
 import csv
 import hashlib
+import io
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -126,7 +128,13 @@ def test_the_version(packed: Callable[[str], Path]) -> None:
     name, version, _, _ = parse_wheel_filename(packed("0.33.0").name)
     assert (name, str(version)) == ("vllm", f"0.33.0+pinned.{__version__}")
     assert version in Requirement("vllm==0.33.0").specifier
-    assert wheel.pinned_version("0.33.0+cu129") == f"0.33.0+cu129.pinned.{__version__}"
+    ours = f"pinned.{__version__}"
+    for released, expected in (
+        ("0.33.0+cu129", f"0.33.0+cu129.{ours}"),
+        ("0.33.0+pinned.1", f"0.33.0+{ours}"),
+        ("0.33.0+cu129.pinned.1", f"0.33.0+cu129.{ours}"),
+    ):
+        assert wheel.pinned_version(released) == expected
 
 
 def test_the_diff_beside_it(packed: Callable[[str], Path], run: Run) -> None:
@@ -191,7 +199,7 @@ def test_a_damaged_wheel(wheels: dict[str, Path], run: Run, tmp_path: Path) -> N
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-    done = run("wheel", bad, "--out", tmp_path / "out")
+    done = run("wheel", bad, "--out", tmp_path / "out/below")
     assert done.returncode == 2, done.stdout
     assert "is damaged (" in done.stderr
     assert done.stderr.rstrip().endswith("download it again")
@@ -241,15 +249,20 @@ SMALL = {
     f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0\n",
     f"{INFO}/WHEEL": "Wheel-Version: 1.0\n",
 }
+NAME = "vllm-0.33.0-py3-none-any.whl"
+
+
+def whole_wheel(path: Path, entries: dict[str, str] = SMALL) -> Path:
+    """A small wheel at `path` that has RECORD."""
+    listed = record_lines({name: text.encode() for name, text in entries.items()})
+    (info,) = {name.split("/")[0] for name in entries if ".dist-info/" in name}
+    record = {f"{info}/RECORD": f"{listed.decode()}{info}/RECORD,,\n"}
+    return small_wheel(path, {**entries, **record})
 
 
 def test_new_files(tmp_path: Path) -> None:
     """They come last but for RECORD, with the date and mode of others, in any order."""
-    listed = record_lines({name: text.encode() for name, text in SMALL.items()})
-    record = f"{listed.decode()}{INFO}/RECORD,,\n"
-    path = small_wheel(
-        tmp_path / "vllm-0.33.0-py3-none-any.whl", {**SMALL, f"{INFO}/RECORD": record}
-    )
+    path = whole_wheel(tmp_path / NAME)
     new = {"vllm/b.py": b"b = 1\n" * 99, "vllm/a.py": b"a = 1\n"}
     one, _ = wheel.pack(resolve(str(path)), new, b"", tmp_path / "1")
     two, _ = wheel.pack(
@@ -277,6 +290,112 @@ def test_an_entry_that_record_does_not_know(tmp_path: Path) -> None:
     )
     with pytest.raises(BadInput, match="has no hash in RECORD"):
         wheel.pack(resolve(str(path)), {}, b"", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm/__init__.py",
+        "vllm/__init__.py,sha999=x,0",
+        "vllm/__init__.py,shake_128=x,0",
+        "vllm/__init__.py,md5=1B2M2Y8AsgTpgAmY7PhCfg,0",  # right, and no proof
+        "\udcff,,",
+    ],
+)
+def test_a_record_that_proves_nothing(tmp_path: Path, line: str) -> None:
+    path = small_wheel(tmp_path / NAME, SMALL)
+    text = f"{line}\n{INFO}/RECORD,,\n".encode(errors="surrogateescape")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{INFO}/RECORD", text)
+    with pytest.raises(BadInput, match=r"is damaged \(.*download it again"):
+        wheel.pack(resolve(str(path)), {}, b"", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(8, 1), (10, 97)],  # in the directory of the file: encrypted, unknown compression
+)
+def test_entries_that_cannot_be_read(tmp_path: Path, offset: int, value: int) -> None:
+    path = whole_wheel(tmp_path / NAME)
+    data = bytearray(path.read_bytes())
+    at = 0
+    while (at := data.find(b"PK\1\2", at)) >= 0:
+        data[at + offset] = value
+        at += 4
+    path.write_bytes(data)
+    with pytest.raises(BadInput, match=r"is damaged \(.*download it again"):
+        resolve(str(path)).read("vllm/__init__.py")
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "main"])
+def test_a_wheel_that_was_renamed(tmp_path: Path, version: str) -> None:
+    """What it holds is not of the version in its name; pip refuses it, too."""
+    entries = {name.replace("0.33.0", version): text for name, text in SMALL.items()}
+    path = whole_wheel(tmp_path / NAME, entries)
+    with pytest.raises(BadInput, match=r"no whole wheel of vLLM .*download it again"):
+        resolve(str(path))
+
+
+def test_a_link_to_a_wheel(tmp_path: Path) -> None:
+    """Caches keep files under other names; that of the link counts."""
+    whole_wheel(tmp_path / "blob")
+    (tmp_path / NAME).symlink_to("blob")
+    made, _ = wheel.pack(resolve(str(tmp_path / NAME)), {}, b"", tmp_path)
+    assert made.name == f"vllm-0.33.0+pinned.{__version__}-py3-none-any.whl"
+
+
+class Unseekable(io.RawIOBase):
+    """A file that a ZIP is streamed to: what is known late stands behind an entry."""
+
+    def __init__(self, path: Path) -> None:
+        self.out = path.open("wb")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self.out.write(data)
+
+    def close(self) -> None:
+        self.out.close()
+        super().close()
+
+
+@pytest.mark.parametrize("how", ["streamed", "zip64"])
+def test_other_ways_to_write_a_zip(tmp_path: Path, how: str) -> None:
+    """The result reads from its beginning, as uv does, and from its end, as pip does."""
+    plain = whole_wheel(tmp_path / "plain")
+    path = tmp_path / NAME
+    with (
+        zipfile.ZipFile(plain) as old,
+        Unseekable(path) if how == "streamed" else path.open("wb") as out,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            with new.open(name, "w", force_zip64=how == "zip64") as entry:
+                entry.write(old.read(name))
+    made, _ = wheel.pack(resolve(str(path)), {}, b"", tmp_path / "out")
+    for number, pip in enumerate((("pip",), ("uv", "pip"))):
+        site = tmp_path / f"site-{number}"
+        must(sys.executable, "-m", *pip, "install", "--no-deps", "--target", site, made)
+        assert (site / "vllm/__init__.py").exists()
+
+
+def test_two_packs_at_once(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """The second waits for the first, and writes the same again."""
+    command = [sys.executable, "-m", "vllm_pinned", "wheel", str(wheels["0.26.0"])]
+    both = [
+        subprocess.Popen([*command, "--out", str(tmp_path)], stdout=subprocess.PIPE)
+        for _ in "12"
+    ]
+    said = {process.communicate()[0] for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(said) == 1
+    assert len([*tmp_path.iterdir()]) == 2
+    (made,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(made) as archive:
+        assert archive.testzip() is None
 
 
 def test_no_room_for_the_wheel(wheels: dict[str, Path], tmp_path: Path) -> None:
