@@ -2,6 +2,7 @@
 """Fetching a released wheel as pip would, once, into a cache."""
 
 import ast
+import contextlib
 import logging
 import os
 import platform
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from packaging.utils import parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 from platformdirs import user_cache_path
 from rich.console import Console
@@ -34,6 +35,9 @@ from vllm_pinned.errors import BadInput, one_line
 
 ATTEMPTS = 3
 
+# What a source is that cannot be used: no connection, no address, no page, no file.
+UNUSABLE = (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError)
+
 # An index that lacks vLLM is no news to the user.
 logging.getLogger("unearth").setLevel(logging.ERROR)
 
@@ -48,18 +52,18 @@ def fetch(version: Version) -> Path:
         BadInput: there is no such release, no network, or no room.
 
     """
-    cache = user_cache_path("vllm-pinned")
+    cache = _cache()
     for path in sorted(cache.glob("vllm-*.whl")):
         if _fits(path.name, version):
             return path
     packages: list[Package] = []
     unreachable: Exception | None = None
-    for finder in finders(pip_settings()):
+    for finder in _sources():
         try:
             packages += (
                 found := list(finder.find_all_packages("vllm", allow_yanked=True))
             )
-        except (httpx2.HTTPError, OSError) as error:
+        except UNUSABLE as error:
             unreachable = error  # like pip, try the next source
             continue
         for package in found:
@@ -70,6 +74,26 @@ def fetch(version: Version) -> Path:
     raise BadInput(_unknown(version, packages))
 
 
+def _cache() -> Path:
+    with contextlib.suppress(RuntimeError):  # where there is no home folder
+        if (path := user_cache_path("vllm-pinned")).is_absolute():
+            return path
+    raise BadInput(
+        "there is no home folder to keep the release in; "
+        "set XDG_CACHE_HOME to a folder for it, or give a wheel file"
+    )
+
+
+def _sources() -> list[PackageFinder]:
+    try:
+        return finders(pip_settings())
+    except UNUSABLE as error:
+        raise BadInput(
+            f"pip's settings cannot be used ({one_line(error)}); "
+            "mend them (`pip config list` shows them), or give a wheel file"
+        ) from None
+
+
 def machine() -> str:
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
@@ -77,7 +101,10 @@ def machine() -> str:
 
 def _fits(filename: str, version: Version) -> bool:
     """Whether `filename` is a wheel of `version` for Linux on this architecture."""
-    name, found, _, tags = parse_wheel_filename(filename)
+    try:
+        name, found, _, tags = parse_wheel_filename(filename)
+    except InvalidWheelFilename:
+        return False
     return (
         name == "vllm"
         and found == version
@@ -99,7 +126,8 @@ def pip_settings() -> dict[str, list[str]]:
     )
     if done.returncode:
         raise BadInput(
-            f"pip cannot read its settings ({one_line(done.stderr)}); mend them"
+            "pip cannot read its settings "
+            f"({one_line(done.stderr or done.stdout)}); mend them"
         )
     by_section: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for line in done.stdout.splitlines():
@@ -133,7 +161,7 @@ def finders(settings: dict[str, list[str]]) -> list[PackageFinder]:
         timeout=float(first("timeout") or first("default-timeout") or 15),
         follow_redirects=True,
     )
-    session.auth = MultiDomainBasicAuth(index_urls=indexes)
+    session.auth = MultiDomainBasicAuth(prompting=False, index_urls=indexes)
     links = [
         link
         for link in settings.get("find-links", [])

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import http.server
 import os
+import pwd
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,86 @@ def test_no_network(run: Run, alone: dict[str, str], tmp_path: Path) -> None:
 def test_no_index_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(BadInput, match="lead to no vLLM at all"):
+        fetch.fetch(Version("0.33.0"))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"PIP_CERT": "/nowhere.pem"},
+        {"PIP_CLIENT_CERT": "/nowhere.pem"},
+        {"PIP_PROXY": "nowhere"},
+        {"PIP_INDEX_URL": "nowhere"},
+        {"PIP_INDEX_URL": "http://[nowhere/simple/"},
+        {"PIP_TIMEOUT": "soon"},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_used(run: Run, setting: dict[str, str]) -> None:
+    done = run("status", "0.33.0", env=setting)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "pip" in line
+    assert "mend them" in line or "check the network and pip's settings" in line
+    assert "()" not in line
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_index_of_other_things(index: tuple[str, Path], run: Run) -> None:
+    url, folder = index
+    page = folder / "simple/vllm/index.html"
+    for text in (
+        b"\xff",
+        b"no page",
+        b'<a href="vllm-x.whl">a</a><a href="/vllm-x.zip">b</a>',
+    ):
+        page.write_bytes(text)
+        done = run("status", "0.33.0", env={"PIP_INDEX_URL": url})
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert line.endswith("or give a wheel file")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_index_that_wants_a_password(
+    index: tuple[str, Path], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is asked, who may not be there."""
+
+    def refuse(handler: Quiet) -> None:
+        handler.send_response(401)
+        handler.send_header("WWW-Authenticate", 'Basic realm="index"')
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr(Quiet, "do_GET", refuse)
+    done = run("status", "0.33.0", env={"PIP_INDEX_URL": index[0]}, stdin=0, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("or give a wheel file")
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_files_in_the_cache(tmp_path: Path, run: Run) -> None:
+    (cache := tmp_path / "cache/vllm-pinned").mkdir(parents=True)
+    (cache / "vllm-x.whl").touch()
+    done = run("status", "0.33.0", env={"PIP_NO_INDEX": "1"})
+    assert done.returncode == 2
+    assert "lead to no vLLM at all" in done.stderr
+
+
+@pytest.mark.usefixtures("alone")
+def test_nobodys_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without an entry, as containers have it, and no variable either."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(BadInput, match="set XDG_CACHE_HOME to a folder for it"):
         fetch.fetch(Version("0.33.0"))
 
 
