@@ -192,7 +192,8 @@ def refuse_drift(findings: Iterable[Finding]) -> None:
         )
     lines.append(
         "nothing was changed; "
-        "use an unchanged vLLM of 0.26.0 or newer, or a newer vllm-pinned"
+        "use an unchanged vLLM of 0.26.0 or newer (`vllm-pinned revert` takes back "
+        "what an older one applied), or a newer vllm-pinned"
     )
     raise BadInput("\n".join(lines))
 
@@ -252,20 +253,22 @@ def _scan(
     files: Mapping[str, bytes], rules: list[dict[str, Any]]
 ) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Matches of `rules` in `files`, by file and rule id."""
-    with tempfile.TemporaryDirectory(prefix="vllm-pinned-") as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="vllm-pinned-") as folder:
             for path, text in files.items():
                 file = Path(folder, path)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(text)
-        except OSError as error:
-            raise BadInput(
-                f"cannot write temporary files to {folder} ({error.strerror}); "
-                "free some room, or set TMPDIR to another folder"
-            ) from None
-        done = _ast_grep(folder, rules)
-        if done.returncode not in (0, 1) or not done.stdout.startswith(b"["):
-            raise BadInput(_broken_rule(folder, rules) or _said(done))
+            # Keeps ast-grep from one in the folders around.
+            Path(folder, "sgconfig.yml").write_text("ruleDirs: []\n")
+            done = _ast_grep(folder, rules)
+            if done.returncode not in (0, 1) or not done.stdout.startswith(b"["):
+                raise BadInput(_broken_rule(folder, rules) or _said(done))
+    except OSError as error:
+        raise BadInput(
+            f"cannot write temporary files or run ast-grep ({one_line(error)}); "
+            "free some room, or set TMPDIR to another folder"
+        ) from None
     result: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for match in json.loads(done.stdout):
         path = Path(match["file"]).as_posix()

@@ -5,6 +5,7 @@ The edit in question is the one more of the `fork` fixture: it nests with
 `eplb-gloo-receive-staging`, brings a module, and says when it is absent.
 """
 
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -263,3 +264,14 @@ def test_vllm_itself_may_bring_the_module(fork: Path) -> None:
     module = "def staging_note(tensor):\n    pass\n"
     assert look([edit], BARE, **{NOTE: module}).state is State.NEEDED
     assert look([edit], NOTED, **{NOTE: module}).state is State.PRESENT
+
+
+def test_a_configuration_of_ast_grep_around_is_not_read(
+    own: Callable[..., list[Edit]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The temporary folder may be below a project that uses ast-grep."""
+    (tmp_path / "sgconfig.yml").write_text(
+        "ruleDirs: [rules]\nlanguageGlobs: {html: ['*.py']}\n"
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert look(own(), BARE).state is State.NEEDED
