@@ -19,6 +19,7 @@ from vllm_pinned import __version__
 from vllm_pinned.errors import BadInput
 from vllm_pinned.survey import Finding, Read, State, brought, render
 from vllm_pinned.target import Target
+from vllm_pinned.write import output_folder
 
 COLOURS = {
     State.NEEDED: "yellow",
@@ -143,7 +144,8 @@ def git_author() -> Author:
             done = subprocess.run(
                 ["git", "config", "--get", key],
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 check=False,
             )
         except FileNotFoundError:
@@ -226,14 +228,17 @@ def write_series(folder: Path, patches: Mapping[str, bytes]) -> None:
 
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if next(folder.glob("*.patch"), None):
-            raise BadInput(f"{folder} holds patches already; give an empty folder")
-        for name, text in patches.items():
-            (folder / name).write_bytes(text)
+        with output_folder(folder):
+            if next(folder.glob("*.patch"), None):
+                raise BadInput(f"{folder} holds patches already; give an empty folder")
+            try:
+                for name, text in patches.items():
+                    (folder / name).write_bytes(text)
+            except BaseException:
+                for name in patches:
+                    (folder / name).unlink(missing_ok=True)
+                raise
     except OSError as error:
-        for name in patches:
-            (folder / name).unlink(missing_ok=True)
         raise BadInput(
             f"cannot write to {folder} ({error.strerror}); give another folder"
         ) from None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mail patches on git checkouts of the released source distributions."""
 
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,9 @@ from unearth import PackageFinder
 
 from tests.vllm_pinned.conftest import ROOT, Run, files
 from vllm_pinned.edits import load_edits
+from vllm_pinned.errors import BadInput
 from vllm_pinned.fetch import finders, pip_settings
+from vllm_pinned.show import write_series
 from vllm_pinned.survey import State, changes, survey
 from vllm_pinned.target import resolve
 
@@ -169,6 +172,17 @@ def test_no_author(tree: Callable[[str], Path], run: Run, tmp_path: Path) -> Non
     assert not (tmp_path / "series").exists()
 
 
+def test_an_author_in_a_plain_locale(
+    tree: Callable[[str], Path], run: Run, tmp_path: Path
+) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    folder = tmp_path / "series"
+    done = run("series", folder, tree("0.33.0"), env=AUTHOR | ascii_only)
+    assert done.returncode == 0, done.stderr
+    for patch in folder.iterdir():
+        assert SIGNED in patch.read_text()
+
+
 def test_a_folder_with_patches(
     tree: Callable[[str], Path], run: Run, tmp_path: Path
 ) -> None:
@@ -179,3 +193,27 @@ def test_a_folder_with_patches(
     assert "holds patches already; give an empty folder" in done.stderr
     assert files(tmp_path / root.name)  # untouched, beside the patch
     assert [path.name for path in tmp_path.glob("*.patch")] == ["0001-mine.patch"]
+
+
+def test_a_file_where_the_folder_should_be(
+    tree: Callable[[str], Path], run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine\n")
+    root = tree("0.33.0")
+    for folder in ("file", "file/below"):
+        done = run("series", tmp_path / folder, root, env=AUTHOR)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.endswith("; give another folder")
+    assert (tmp_path / "file").read_text() == "mine\n"
+
+
+def test_no_room_for_a_series(tmp_path: Path) -> None:
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, old[1]))
+    try:
+        with pytest.raises(BadInput, match=r"cannot write to .*; give another folder"):
+            write_series(tmp_path / "series", {"1.patch": b"a", "2.patch": b"bb"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    assert not list(tmp_path.iterdir())
