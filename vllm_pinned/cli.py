@@ -3,7 +3,9 @@
 
 import argparse
 import contextlib
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from vllm_pinned.survey import State, changes, refuse_drift, survey
 from vllm_pinned.target import Target, resolve
 
 DEFAULT_RELEASE = "0.33.0"
+INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+LOOK = "`vllm-pinned status` says where the tree stands"
 EPILOG = """\
 TARGET is nothing (the vLLM installed beside this command), a folder (source checkout,
 unpacked wheel, site-packages), a wheel file, or a release such as 0.33.0.
@@ -62,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; its exit status."""
+    _take_any_output()
     arguments = _parser().parse_args(argv)
     try:
         target = resolve(arguments.target)
@@ -72,17 +77,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(f"vllm-pinned: {error}", file=sys.stderr)
         return 2
-    except PermissionError as error:
-        print(
-            f"vllm-pinned: cannot read {error.filename} ({error.strerror}); "
-            "run as a user who may",
-            file=sys.stderr,
-        )
+    except KeyboardInterrupt:
+        _drop_output()
+        print(f"vllm-pinned: interrupted; {LOOK}", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone
+        _drop_output()
         return 2
-    except BrokenPipeError:
-        # The reader of our output has gone; keep Python from saying so at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        _drop_output()
+        print(f"vllm-pinned: {_unusable(error)}", file=sys.stderr)
         return 2
+
+
+def _take_any_output() -> None:
+    """Let every character be printed, and anything where an output is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Keep Python from writing at exit what could not be written before."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _unusable(error: OSError) -> str:
+    if error.filename is None:
+        what = "reading a file or writing the output failed"
+        return f"{what} ({error.strerror}); mend that, {LOOK}"
+    advice = "mend that path or give another"
+    if isinstance(error, PermissionError):
+        advice = "run as a user who may"
+    return f"cannot read {error.filename} ({error.strerror}); {advice}"
 
 
 def _status(target: Target, arguments: argparse.Namespace) -> int:
