@@ -108,3 +108,50 @@ def test_a_vacuous_regression_fails_the_command(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"{len(control.REGRESSIONS)} passed; 1 complaints" in done.stdout
     assert "test_pinned_nothing: vacuous: passes unpatched" in done.stdout
+
+
+def test_mutations_are_caught_or_complained_of(tmp_path: Path) -> None:
+    """End to end, by a regression that looks for the pinning and for nothing else."""
+    tests = tmp_path / "tests"
+    script = tests / "controls/run.py"
+    regression = tests / "distributed/test_eplb_gloo_staging.py"
+    for file in (script, regression):
+        file.parent.mkdir(parents=True)
+    script.write_text(SCRIPT.read_text())
+    regression.write_text(
+        "from pathlib import Path\n"
+        "import vllm\n"
+        "def test_pinned_staging():\n"
+        f"    edited = Path(vllm.__file__).parents[1] / {control.EPLB!r}\n"
+        "    assert 'pin_memory' in edited.read_text(), 'not pinned'\n"
+    )
+    copy = "dst_tensor.copy_(cpu_tensor, non_blocking=True)\n"
+    staging = 'torch.empty_like(tensor, device="cpu"{})\n'
+    for folder, pinned in (("unpatched", ""), ("patched", ", pin_memory=PIN_MEMORY")):
+        for path, text in (
+            ("vllm/__init__.py", ""),
+            (control.EPLB, staging.format(pinned) + copy),
+        ):
+            file = tmp_path / folder / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    trees = tmp_path / "unpatched", tmp_path / "patched"
+    done = subprocess.run(
+        [*map(str, (sys.executable, script, *trees, "eplb", "--mutations"))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = {
+        line.strip().split("  ")[0]: line.split("  ")[-1].strip()
+        for line in done.stdout.splitlines()
+        if line.startswith("  EPLB: ") and "not caught" not in line
+    }
+    assert said == {
+        # Its scratch is pinned as well: no such regression can tell.
+        "EPLB: a reused pinned scratch": "NOT CAUGHT",
+        "EPLB: the copies are allowed to synchronise": "test_pinned_staging",
+        "EPLB: the copies are synchronous": "NOT CAUGHT",
+    }
+    assert "patched: 1 passed; 2 complaints" in done.stdout
