@@ -8,15 +8,19 @@ left alone, and with the write after the copy has run.
 """
 
 import ctypes
+import dataclasses
 import importlib.metadata
 import inspect
 import linecache
+import multiprocessing
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -496,6 +500,57 @@ def test_warn_says_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 'File "some.py", line 8, in function' in said[2]
 
 
+def test_error_is_logged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone may catch what the next copy raises."""
+    said: list[str] = []
+    monkeypatch.setattr(
+        h2d_race_check.logger, "error", lambda text, *args: said.append(text % args)
+    )
+    check = H2DRaceCheck("error")
+    for _ in range(3):
+        issue(check, arrived=2)
+        with pytest.raises(H2DRaceError):
+            check.check()
+        assert check.check() == []
+    assert [text.split(":")[0] for text in said] == ["Seen 1 times"]
+
+
+def test_copies_while_the_lock_is_held_are_left_alone() -> None:
+    """A finalizer may run at any time, and may copy."""
+    check = H2DRaceCheck("warn")
+    asked: list[bool] = []
+
+    class FinalizingEvent(PassedEvent):
+        def query(self) -> bool:
+            asked.append(check._is_inside())
+            return True
+
+    issue(check)
+    check._pending[0] = dataclasses.replace(check._pending[0], event=FinalizingEvent())
+    assert check.check() == []
+    assert asked and all(asked) and not check._is_inside()
+
+
+def end_after_installing(path: str) -> None:
+    """Run in a process that was started for it."""
+    os.environ["VLLM_H2D_RACE_CHECK"] = "warn"
+    os.environ.pop("VLLM_H2D_RACE_LAG_US", None)
+    check = install_h2d_race_check.__wrapped__()
+    check.check = lambda: Path(path).write_text("checked")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_every_kind_of_process_reports_at_its_end(method: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context(method)
+    process = context.Process(
+        target=end_after_installing, args=(str(tmp_path / "end"),)
+    )
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert (tmp_path / "end").read_text() == "checked"
+
+
 def test_exit_reports_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(
@@ -533,7 +588,7 @@ def test_on_wraps_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_H2D_RACE_CHECK", mode)
     monkeypatch.setenv("VLLM_H2D_RACE_LAG_US", "25")
     monkeypatch.setattr(H2DRaceCheck, "install", lambda self: installed.append(self))
-    monkeypatch.setattr(h2d_race_check.atexit, "register", lambda _: None)
+    monkeypatch.setattr(h2d_race_check, "Finalize", lambda *_, **__: None)
     install_h2d_race_check.cache_clear()
     try:
         assert install_h2d_race_check() is install_h2d_race_check()
@@ -991,6 +1046,13 @@ def test_find_difference(dtype: torch.dtype) -> None:
     assert find_difference(expected, arrived) == Difference((1, 2, 3), one, zero, 3)
 
 
+def test_find_difference_broadcasts() -> None:
+    for shape in ((1,), (1, 1), (3,), (2, 1, 2)):
+        arrived = torch.ones(shape)
+        assert find_difference(torch.tensor(1.0), arrived) is None
+        assert find_difference(torch.tensor(2.0), arrived).count == arrived.numel()
+
+
 def test_find_difference_compares_bytes() -> None:
     nan = torch.tensor([torch.nan])
     assert find_difference(nan, nan.clone()) is None
@@ -1028,6 +1090,9 @@ def test_ring(seed: int) -> None:
         (("cuda:1", torch.float16, True), {}, True),
         ((), {"device": "cuda", "non_blocking": True}, True),
         (("cuda", torch.float16), {"non_blocking": True, "copy": True}, True),
+        (("cuda", torch.float16, True, True), {}, True),
+        (("cuda:1", None, True, True), {}, True),
+        (("cuda", None, False, True), {}, False),
         (("cuda",), {}, False),
         (("cpu",), {"non_blocking": True}, False),
         ((torch.float16,), {"non_blocking": True}, False),

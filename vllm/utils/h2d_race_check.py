@@ -19,11 +19,14 @@ copy, so that a race which needs a busy GPU shows on an idle one.
 Seen are `Tensor.copy_`, `Tensor.to` and `Tensor.cuda`, and the page-locked workspaces
 that FlashInfer's planners copy from. Not seen are copies of more than
 `MAX_COPY_BYTES`, copies that a CUDA graph captures or a compiled graph issues, other
-copies made by C++, and kernels that read host memory in place. A source that the GPU
-itself fills in stream order, without a wait of the host, is reported as rewritten.
+copies made by C++ or through CUDA's own API, tensors of other subclasses than
+parameters, and kernels and copies that read host memory through an address of the GPU
+(UVA). A source that the GPU itself fills in stream order, without a wait of the host,
+is reported as rewritten. Where a race ends in an illegal memory access, CUDA's error
+comes first, and nothing is reported.
 """
 
-import atexit
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -34,8 +37,9 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from types import FrameType, FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -189,7 +193,7 @@ def find_difference(expected: torch.Tensor, arrived: torch.Tensor) -> Difference
         arrived: Contiguous, of the dtype of `expected`, not empty.
 
     """
-    expected = expected.expand_as(arrived).contiguous()
+    expected = _copy_(torch.empty_like(arrived), expected)
     bytes_expected = expected.view(-1).view(torch.uint8)
     bytes_arrived = arrived.view(-1).view(torch.uint8)
     if torch.equal(bytes_expected, bytes_arrived):
@@ -250,7 +254,8 @@ def install_h2d_race_check() -> "H2DRaceCheck | None":
         )
     check = H2DRaceCheck(mode, int(lag_us))  # type: ignore[arg-type]
     check.install()
-    atexit.register(check.check_at_exit)
+    # Not atexit, which processes that were forked pass over.
+    Finalize(None, check.check_at_exit, exitpriority=100)
     logger.warning(
         "Checking host-to-device copies for races (VLLM_H2D_RACE_CHECK=%s, lag %s us): "
         "every copy takes longer.",
@@ -279,7 +284,6 @@ class H2DRaceCheck:
         self.lag_us = lag_us
         # Copies, by what became of them: "compared", "race", "captured", "large".
         self.counts: Counter[str] = Counter()
-        # Reentrant: a finalizer that copies may run while the lock is held.
         self._lock = threading.RLock()
         self._thread = threading.local()
         self._pending: deque[PendingCheck] = deque()
@@ -344,20 +348,36 @@ class H2DRaceCheck:
                 return in_graph(tensor, *args, **kwargs)
             request = None
             # A mode of torch's, such as a default device, calls the method again.
-            if not getattr(self._thread, "inside", False):
+            if not self._is_inside():
                 request = read_request(tensor, args, kwargs)
             if request is None or not self._can_check(request):
                 return original(tensor, *args, **kwargs)
             copy, expected = self._begin(f"Tensor.{name}", request)
-            self._thread.inside = True
-            try:
+            with self._inside():
                 result = original(tensor, *args, **kwargs)
-            finally:
-                self._thread.inside = False
             self._follow(copy, expected, result)
             return result
 
         return watched
+
+    def _is_inside(self) -> bool:
+        return getattr(self._thread, "inside", False)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Copies that this thread makes meanwhile are not looked at."""
+        before = self._is_inside()
+        self._thread.inside = True
+        try:
+            yield
+        finally:
+            self._thread.inside = before
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The lock. A finalizer may run while it is held, and may copy."""
+        with self._inside(), self._lock:
+            yield
 
     # Checking one copy.
 
@@ -406,7 +426,7 @@ class H2DRaceCheck:
         """Behind a copy, on its stream: copy what arrived to pinned memory."""
         size = destination.numel() * destination.element_size()
         device = destination.device
-        with self._lock, torch.cuda.device(device):
+        with self._locked(), torch.cuda.device(device):
             start = self._make_room(size)
             arrived = _arrival_buffer()[start : start + size]
             arrived = arrived.view(destination.dtype).view(destination.shape)
@@ -438,7 +458,7 @@ class H2DRaceCheck:
             H2DRaceError: mode "error", and there are such races.
 
         """
-        with self._lock:
+        with self._locked():
             while self._pending:
                 self._compare_oldest()
             self._raise_races()
@@ -458,7 +478,7 @@ class H2DRaceCheck:
 
     def _poll(self) -> None:
         """Compare what has arrived; in mode "error", raise the races found so far."""
-        with self._lock:
+        with self._locked():
             while self._pending and self._pending[0].event.query():
                 self._compare_oldest()
             self._raise_races()
@@ -484,8 +504,10 @@ class H2DRaceCheck:
         stack = race.copy.stack
         count = self.seen[stack] = self.seen.get(stack, 0) + 1
         # Once from one place, and then at 10, 100, 1000 ...
-        if self.mode == "warn" and str(count).strip("0") == "1":
-            logger.warning("Seen %d times: %s", count, race)
+        # Also before an error is raised, which someone may catch.
+        if str(count).strip("0") == "1":
+            say = logger.warning if self.mode == "warn" else logger.error
+            say("Seen %d times: %s", count, race)
 
     def _raise_races(self) -> None:
         if self.mode == "error" and self._races:
@@ -507,6 +529,7 @@ class H2DRaceCheck:
             and all(isinstance(arg, torch.Tensor) for arg in args[1:3])
             and args[1].is_cuda
             and not args[2].is_cuda
+            and not self._is_inside()
             and not self._is_captured(args[1].device)
         ):
             return planner(*args)
@@ -575,9 +598,13 @@ def _to_request(tensor, args, kwargs):
         return None
     # What parses the arguments of Module.to() knows all but `copy`.
     kwargs = {name: value for name, value in kwargs.items() if name != "copy"}
-    try:
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-    except (RuntimeError, TypeError):  # `to` itself says what is wrong
+    for given in (args, args[:-1]):
+        try:
+            device, dtype, non_blocking, _ = torch._C._nn._parse_to(*given, **kwargs)
+            break
+        except (RuntimeError, TypeError):  # `to` itself says what is wrong
+            pass
+    else:
         return None
     if not non_blocking or device is None or device.type != "cuda":
         return None
