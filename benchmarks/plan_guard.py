@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import flashinfer
 import pytest
 import torch
+from measuring import cycles_per_ms
 
 from vllm.utils import flashinfer_plan_guard as guard
 from vllm.v1.attention.backends import flashinfer as backend
@@ -181,16 +182,6 @@ def build_case(kind: str, folder: str) -> Case:
         return site.plan(batches[0]).wrappers[0]
 
     return Case(name[kind], batches, make, plan, guarded, wrapper)
-
-
-def cycles_per_ms() -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(1_000_000)
-    start.record()
-    torch.cuda._sleep(50_000_000)
-    end.record()
-    torch.cuda.synchronize()
-    return 50_000_000 / start.elapsed_time(end)
 
 
 def measure(case: Case, plans: int, busy_cycles: int) -> dict[str, list[float]]:

@@ -61,15 +61,15 @@ BACKUP_TOKENS = """\
         def __init__(self, max_num_seqs, device):
             self.device = device
             self.backup_next_token_ids = CpuGpuBuffer(
-                max_num_seqs, dtype=torch.int32, device=device
+                max_num_seqs, device=device, dtype=torch.int32
             )
 
         def prepare_next_token_ids_padded(self, requests, batch):
             count = batch.num_reqs
             for i in range(count):
-                self.backup_next_token_ids.np[i] = requests[
-                    batch.req_ids[i]
-                ].get_token_id(batch.num_tokens[i] - 1)
+                request = requests[batch.req_ids[i]]
+                last = batch.num_tokens[i] - 1
+                self.backup_next_token_ids.np[i] = request.get_token_id(last)
             self.backup_next_token_ids.copy_to_gpu(count)
             return self.backup_next_token_ids.gpu
     """
