@@ -236,10 +236,16 @@ def _rules(edit: Edit) -> list[dict[str, Any]]:
 def _scope_rule(scope: list[str]) -> dict[str, Any]:
     """Matches the definition that `scope` names, itself inside the outer ones."""
     *outer, name = scope
-    result: dict[str, Any] = {
+    definition = {
         "any": [{"kind": "function_definition"}, {"kind": "class_definition"}],
         "has": {"field": "name", "regex": f"^{name}$"},
     }
+    variable = {
+        "kind": "assignment",
+        "has": {"field": "left", "regex": f"^{name}$"},
+        "inside": {"kind": "expression_statement", "inside": {"kind": "module"}},
+    }
+    result: dict[str, Any] = {"any": [definition, variable]}
     if outer:
         result["inside"] = _inside(outer)
     return result

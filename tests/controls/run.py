@@ -52,6 +52,7 @@ BITMASK = "vllm/v1/worker/gpu/structured_outputs.py"
 STEP5 = "vllm/models/step5/nvidia/flashinfer_sparse.py"
 STEP5_CHUNKS = "vllm/models/step5/nvidia/ops/sparse_prefill.py"
 GPU_WORKER = "vllm/v1/worker/gpu_worker.py"
+ENVS = "vllm/envs.py"
 SYNC_CHECK = "vllm/utils/gpu_sync_debug.py"
 PLAN_GUARD = "vllm/utils/flashinfer_plan_guard.py"
 
@@ -62,7 +63,7 @@ REGRESSIONS = {
     "v1/attention/test_flashinfer_mla_sparse_sm90_plan.py": (SM90,),
     "utils/test_plan_workspaces.py": (FLASHINFER,),
     "utils/test_flashinfer_plan_guard.py": (FLASHINFER,),
-    "utils/test_h2d_race_check.py": (GPU_WORKER,),
+    "utils/test_h2d_race_check.py": (GPU_WORKER, ENVS),
     "v1/attention/test_flash_attn_mm_prefix_ranges.py": (FLASH_ATTN,),
     "v1/attention/test_flashinfer_paged_kv_buffers.py": (FLASHINFER,),
     "v1/worker/test_pipeline_input_prep.py": (MODEL_RUNNER,),

@@ -30,6 +30,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vllm import envs
 from vllm.utils import gpu_sync_debug
 
 pytest.importorskip("vllm.utils.h2d_race_check")
@@ -580,6 +581,13 @@ def test_off_wraps_nothing(value: str | None, monkeypatch: pytest.MonkeyPatch) -
     before = methods()
     assert install_h2d_race_check.__wrapped__() is None
     assert all(new is old for new, old in zip(methods(), before, strict=True))
+
+
+def test_vllm_knows_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_H2D_RACE_CHECK", "warn")
+    monkeypatch.setenv("VLLM_H2D_RACE_LAG_US", "25")
+    for name, value in (("CHECK", "warn"), ("LAG_US", "25")):
+        assert envs.environment_variables[f"VLLM_H2D_RACE_{name}"]() == value
 
 
 @pytest.mark.parametrize("mode", ["warn", "error"])

@@ -732,6 +732,43 @@ CASES = [
         },
     ),
     Case(
+        "h2d-race-check-variables",
+        fault="""\
+            import os
+            from collections.abc import Callable
+            from typing import Any
+
+
+            environment_variables: dict[str, Callable[[], Any]] = {
+                "VLLM_GPU_SYNC_CHECK": choice("VLLM_GPU_SYNC_CHECK", ["warn", "error"]),
+                # Another one.
+                "VLLM_OTHER": lambda: os.getenv("VLLM_OTHER"),
+            }
+            """,
+        cured="""\
+            import os
+            from collections.abc import Callable
+            from typing import Any
+
+
+            environment_variables: dict[str, Callable[[], Any]] = {
+                "VLLM_GPU_SYNC_CHECK": choice("VLLM_GPU_SYNC_CHECK", ["warn", "error"]),
+                # Report host memory that is rewritten while an asynchronous copy still reads it:
+                # "warn" or "error". Unset, nothing is checked. See vllm/utils/h2d_race_check.py.
+                "VLLM_H2D_RACE_CHECK": lambda: os.getenv("VLLM_H2D_RACE_CHECK"),
+                # Microseconds by which that check delays the stream of each copy.
+                "VLLM_H2D_RACE_LAG_US": lambda: os.getenv("VLLM_H2D_RACE_LAG_US"),
+                # Another one.
+                "VLLM_OTHER": lambda: os.getenv("VLLM_OTHER"),
+            }
+            """,
+        near={
+            ('"VLLM_GPU_SYNC_CHECK": ', '"VLLM_SYNC_CHECK": '): "another variable",
+            ("environment_variables:", "variables:"): "another dictionary",
+            ('"VLLM_OTHER": ', '"VLLM_H2D_RACE_CHECK": '): "one of the two",
+        },
+    ),
+    Case(
         "flash-attn-mm-prefix-ranges",
         fault="""\
             import torch

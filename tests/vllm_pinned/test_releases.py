@@ -41,6 +41,7 @@ STATES = {
         ("grammar-bitmask-copy", State.NEEDED, State.NEEDED),
         ("num-computed-tokens-copy", State.NEEDED, State.NEEDED),
         ("h2d-race-check", State.NEEDED, State.NEEDED),
+        ("h2d-race-check-variables", State.NEEDED, State.NEEDED),
     )
 }
 # vLLM 0.32.0 dropped cascade attention on FlashInfer.
@@ -167,7 +168,7 @@ def _lines_of(source: bytes, scope: str, imported: str) -> set[int]:
             node
             for outer in inner
             for node in ast.walk(outer)
-            if getattr(node, "name", None) == name and node is not outer
+            if _name(node) == name and node is not outer
         ]
     assert inner
     return {
@@ -175,6 +176,12 @@ def _lines_of(source: bytes, scope: str, imported: str) -> set[int]:
         for node in nodes + inner
         for line in range(node.lineno, node.end_lineno + 1)  # type: ignore[attr-defined]
     }
+
+
+def _name(node: ast.AST) -> str | None:
+    """Of a definition, or of a variable where it is assigned."""
+    target = getattr(node, "target", None) if isinstance(node, ast.AnnAssign) else None
+    return getattr(node, "name", getattr(target, "id", None))
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -177,6 +177,14 @@ SUBJECTS = {
             (r"(\n +)(torch\.accelerator\.set_dev)", r"\1install_h2d_race_check()\1\2"),
         ),
     ),
+    "h2d-race-check-variables": (
+        "0.33.0",
+        ("env_with_choices", "maybe_convert_int"),
+        (
+            (r'"VLLM_GPU_SYNC_CHECK": env', r'"VLLM_SYNC_CHECK": env'),
+            (r"(\n)environment_variables: ", r"\1variables: "),
+        ),
+    ),
     "flash-attn-mm-prefix-ranges": (
         "0.33.0",
         ("num_mm_tokens", "mm_query_ranges", "mm_ranges"),
@@ -239,8 +247,14 @@ def scope(source: bytes, edit: str) -> ast.AST:
     """The definition that the edit is in."""
     node: ast.AST = ast.parse(source)
     for name in EDITS[edit].scope.split("."):
-        node = next(n for n in ast.walk(node) if getattr(n, "name", "") == name)
+        node = next(n for n in ast.walk(node) if defined(n) == name)
     return node
+
+
+def defined(node: ast.AST) -> str:
+    """The name of a definition, or of a variable where it is assigned."""
+    target = getattr(node, "target", None) if isinstance(node, ast.AnnAssign) else None
+    return getattr(node, "name", getattr(target, "id", "")) or ""
 
 
 @BY_ID

@@ -238,7 +238,7 @@ def install_h2d_race_check() -> "H2DRaceCheck | None":
         ValueError: `VLLM_H2D_RACE_CHECK` or `VLLM_H2D_RACE_LAG_US` cannot be read.
 
     """
-    # Not in `vllm.envs`: they are read once, and only here.
+    # Not through `vllm.envs`, which knows them: they are read once, and only here.
     mode = os.environ.get("VLLM_H2D_RACE_CHECK")
     lag_us = os.environ.get("VLLM_H2D_RACE_LAG_US") or "0"
     if not mode:
