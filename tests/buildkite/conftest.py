@@ -3,6 +3,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -38,6 +39,12 @@ def write_wheel(folder: Path, version: str) -> Path:
     return path
 
 
+def heed_signals() -> None:
+    """What runs these tests in the background may ignore them."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Job:
     """A checkout in which a step's command runs as an agent runs it."""
 
@@ -65,6 +72,7 @@ class Job:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            preexec_fn=heed_signals,
         )
 
     def run(
