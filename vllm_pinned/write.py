@@ -166,15 +166,13 @@ def read_manifest(target: Target) -> dict[str, Any]:
         manifest: dict[str, Any] = json.loads(text)
         entries = manifest["files"].items()
         known = {path: entry for path, entry in entries if _known(target, path, entry)}
-        edited = [
-            path
-            for path, entry in known.items()
-            if entry["original"] and _digest(target.read(path)) == entry["sha256"]
-        ]
         manifest["edits"], manifest["record"]  # which it has to have, too
     except MALFORMED:
         raise BadInput(_damaged(target, MANIFEST)) from None
-    if not target.dist_info and not edited:
+    if not target.dist_info and not any(
+        entry["original"] and _digest(target.read(path)) == entry["sha256"]
+        for path, entry in known.items()
+    ):
         manifest |= {"edits": [], "files": known}
     return manifest
 
