@@ -20,7 +20,6 @@ Needs an NVIDIA GPU, nvcc, and what vLLM imports.
 import contextlib
 import dataclasses
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from measuring import write
+from measuring import summary, write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engine"))
 from engine import (
@@ -102,10 +101,7 @@ def summarise(generations: list[dict[str, Any]]) -> dict[str, Any]:
     tokens = REQUESTS * OUTPUT * len(generations)
     return {
         "tokens_per_s": tokens / sum(each["seconds"] for each in generations),
-        "itl_ms": {
-            "median": statistics.median(gaps),
-            "p99": statistics.quantiles(gaps, n=100)[98],
-        },
+        "itl_ms": summary(gaps),
         "steps": sum(each["steps"] for each in generations),
     }
 

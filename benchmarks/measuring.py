@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the measurements of run.py share. Each is a process of its own."""
+"""What the measurements share. Each is a process of its own."""
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ def cycles_per_ms() -> float:
     end.record()
     torch.cuda.synchronize()
     return 50_000_000 / start.elapsed_time(end)
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and 99th percentile, in the unit of `times`."""
+    return {
+        "median": statistics.median(times),
+        "p99": statistics.quantiles(times, n=100)[98],
+    }
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import json
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 import flashinfer
 import pytest
 import torch
-from measuring import cycles_per_ms
+from measuring import cycles_per_ms, summary
 
 from vllm.utils import flashinfer_plan_guard as guard
 from vllm.v1.attention.backends import flashinfer as backend
@@ -230,13 +229,6 @@ def measure_guard(busy_cycles: int, floats: torch.Tensor) -> list[float]:
         times.append((time.perf_counter_ns() - start) / 1000)
     torch.cuda.synchronize()
     return times[100:]
-
-
-def summary(times: list[float]) -> dict[str, float]:
-    return {
-        "median": statistics.median(times),
-        "p99": statistics.quantiles(times, n=100)[98],
-    }
 
 
 def spare_bytes() -> int:

@@ -42,7 +42,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/engine"))
 from engine import SCENARIOS
 
 HERE = Path(__file__).parent
-TREES = ("unpatched", "patched")
 # Seconds that a process may measure, and that engines may take to start: the first to
 # need a kernel compiles it.
 TIMEOUT, ENGINE_TIMEOUT, START_TIMEOUT = 300, 100, 400
@@ -213,7 +212,7 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = read_arguments()
-    trees = {name: getattr(arguments, name) for name in TREES}
+    trees = {name: getattr(arguments, name) for name in report.TREES}
     numbers: dict[str, Any] = {
         "vllm": release(arguments.patched),
         "flashinfer": version("flashinfer-python"),
