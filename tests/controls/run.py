@@ -588,8 +588,8 @@ def run_mutations(patched: Path, sound: dict[str, Outcomes]) -> list[str]:
             passed = {n for n, o in sound.get(file, {}).items() if o.result == "passed"}
             found = run_tests(root, TESTS / file, "-x") if passed else {}
             failed = {n for n, o in found.items() if o.result == "failed"}
-            for caught in sorted(failed & (passed | {"(collection)"})):
-                return caught
+            if caught := failed & (passed | {"(collection)"}):
+                return min(caught)
         return ""
 
     missed = []

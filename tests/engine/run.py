@@ -237,8 +237,7 @@ def kill(process: subprocess.Popen) -> None:
 def stop(number: int, _: object) -> None:
     """End with all engines, whose sessions the signal does not reach."""
     for process in list(engines):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill(process)
     os._exit(128 + number)
 
 
