@@ -479,12 +479,18 @@ def issue(check: H2DRaceCheck, arrived: int = 1, line: int = 7) -> None:
     )
 
 
-def test_warn_says_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first race of a place, the tenth, the hundredth; other places apart."""
+def record_log(monkeypatch: pytest.MonkeyPatch, level: str) -> list[str]:
+    """What is logged at a level from now on."""
     said: list[str] = []
     monkeypatch.setattr(
-        h2d_race_check.logger, "warning", lambda text, *args: said.append(text % args)
+        h2d_race_check.logger, level, lambda text, *args: said.append(text % args)
     )
+    return said
+
+
+def test_warn_says_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first race of a place, the tenth, the hundredth; other places apart."""
+    said = record_log(monkeypatch, "warning")
     check = H2DRaceCheck("warn")
     for number in range(150):
         issue(check, arrived=2)
@@ -503,10 +509,7 @@ def test_warn_says_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_error_is_logged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone may catch what the next copy raises."""
-    said: list[str] = []
-    monkeypatch.setattr(
-        h2d_race_check.logger, "error", lambda text, *args: said.append(text % args)
-    )
+    said = record_log(monkeypatch, "error")
     check = H2DRaceCheck("error")
     for _ in range(3):
         issue(check, arrived=2)
@@ -553,10 +556,7 @@ def test_every_kind_of_process_reports_at_its_end(method: str, tmp_path: Path) -
 
 
 def test_exit_reports_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(
-        h2d_race_check.logger, "error", lambda text, *args: said.append(text % args)
-    )
+    said = record_log(monkeypatch, "error")
     check = H2DRaceCheck("error")
     issue(check, arrived=2)
     check.check_at_exit()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM releases as trees, and the command to run on them."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -31,6 +32,13 @@ RELEASES = (
 ROOT = Path(__file__).parents[2]
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def defined(node: ast.AST) -> str | None:
+    """The name of a definition, or of a variable where it is assigned."""
+    target = getattr(node, "target", None) if isinstance(node, ast.AnnAssign) else None
+    return getattr(node, "name", getattr(target, "id", None))
+
 
 # Root may read and write anything; a command behind this may not.
 UNPRIVILEGED: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm_pinned.conftest import RELEASES, Run
+from tests.vllm_pinned.conftest import RELEASES, Run, defined
 from vllm_pinned.edits import Edit
 from vllm_pinned.show import diff
 from vllm_pinned.survey import State, changes, survey
@@ -168,7 +168,7 @@ def _lines_of(source: bytes, scope: str, imported: str) -> set[int]:
             node
             for outer in inner
             for node in ast.walk(outer)
-            if _name(node) == name and node is not outer
+            if defined(node) == name and node is not outer
         ]
     assert inner
     return {
@@ -176,12 +176,6 @@ def _lines_of(source: bytes, scope: str, imported: str) -> set[int]:
         for node in nodes + inner
         for line in range(node.lineno, node.end_lineno + 1)  # type: ignore[attr-defined]
     }
-
-
-def _name(node: ast.AST) -> str | None:
-    """Of a definition, or of a variable where it is assigned."""
-    target = getattr(node, "target", None) if isinstance(node, ast.AnnAssign) else None
-    return getattr(node, "name", getattr(target, "id", None))
 
 
 @pytest.mark.parametrize("release", RELEASES)

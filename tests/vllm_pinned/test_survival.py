@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.vllm_pinned.conftest import defined
 from vllm_pinned.edits import load_edits
 from vllm_pinned.errors import BadInput
 from vllm_pinned.survey import Read, State, changes, survey
@@ -249,12 +250,6 @@ def scope(source: bytes, edit: str) -> ast.AST:
     for name in EDITS[edit].scope.split("."):
         node = next(n for n in ast.walk(node) if defined(n) == name)
     return node
-
-
-def defined(node: ast.AST) -> str:
-    """The name of a definition, or of a variable where it is assigned."""
-    target = getattr(node, "target", None) if isinstance(node, ast.AnnAssign) else None
-    return getattr(node, "name", getattr(target, "id", "")) or ""
 
 
 @BY_ID
