@@ -12,7 +12,8 @@ of the three forms take turns, each with a wrapper of its own:
 - unpinned: the operators' work-around, FlashInfer's workspace in pageable memory.
 
 GPU idle: the GPU has nothing to do. GPU busy: a kernel of 5 ms is queued, and behind it
-another plan of the same wrapper. That is when a plan without the guard races.
+another plan of the same wrapper; full: a kernel of 10 ms and four plans. That is when a
+plan without the guard races.
 """
 
 import argparse
@@ -40,7 +41,8 @@ import test_flashinfer_plan_guard as regression
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 MAX_LEN = 8192  # tokens of a request
-BUSY = 5.0  # ms
+# By load, the kernel that keeps the GPU busy, in ms, and the plans in flight behind it.
+LOADS = {"idle": (0.0, 0), "busy": (5.0, 1), "full": (10.0, 4)}
 WORKSPACE = guard.WORKSPACE
 FORMS = ("unpatched", "guarded", "unpinned")
 DTYPES = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
@@ -183,7 +185,9 @@ def build_case(kind: str, folder: str) -> Case:
     return Case(name[kind], batches, make, plan, guarded, wrapper)
 
 
-def measure(case: Case, plans: int, busy_cycles: int) -> dict[str, list[float]]:
+def measure(
+    case: Case, plans: int, busy_cycles: int, in_flight: int
+) -> dict[str, list[float]]:
     """Host times of each form's plans, in microseconds."""
     planners = {form: case.make() for form in FORMS}
     unpinned = case.wrapper(planners["unpinned"])
@@ -203,7 +207,8 @@ def measure(case: Case, plans: int, busy_cycles: int) -> dict[str, list[float]]:
             torch.cuda.synchronize()
             if busy_cycles:
                 torch.cuda._sleep(busy_cycles)
-                plan(form, case.batches[(turn + 1) % len(case.batches)])
+            for ahead in range(in_flight):
+                plan(form, case.batches[(turn + 1 + ahead) % len(case.batches)])
             start = time.perf_counter_ns()
             plan(form, batch)
             elapsed = time.perf_counter_ns() - start
@@ -213,7 +218,9 @@ def measure(case: Case, plans: int, busy_cycles: int) -> dict[str, list[float]]:
     return times
 
 
-def measure_guard(busy_cycles: int, floats: torch.Tensor) -> list[float]:
+def measure_guard(
+    busy_cycles: int, in_flight: int, floats: torch.Tensor
+) -> list[float]:
     """Host times of entering and leaving the guard, in microseconds."""
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(floats, "NHD")
     times = []
@@ -221,6 +228,7 @@ def measure_guard(busy_cycles: int, floats: torch.Tensor) -> list[float]:
         torch.cuda.synchronize()
         if busy_cycles:
             torch.cuda._sleep(busy_cycles)
+        for _ in range(in_flight):
             with guard.plan_guard(wrapper):
                 pass
         start = time.perf_counter_ns()
@@ -254,19 +262,20 @@ def main() -> None:
     cases.append(prefill_case(32, 512, floats))
     folder = tempfile.TemporaryDirectory()
     cases += [build_case(kind, folder.name) for kind in ("graph", "prefill-fa3")]
-    loads = {"idle": 0, "busy": int(BUSY * cycles_per_ms())}
+    per_ms = cycles_per_ms()
+    loads = {load: (int(ms * per_ms), plans) for load, (ms, plans) in LOADS.items()}
     found: dict[str, Any] = {"microseconds": {}, "guard": {}}
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, ", end="")
     print(f"FlashInfer {flashinfer.__version__}, {arguments.plans} plans of each form")
     print("the guard alone (enter and exit):")
-    for load, cycles in loads.items():
-        cost = found["guard"][load] = summary(measure_guard(cycles, floats))
+    for load, behind in loads.items():
+        cost = found["guard"][load] = summary(measure_guard(*behind, floats))
         print(f"  GPU {load}: {cost['median']:.1f} us ({cost['p99']:.1f})")
     print("\nhost time of a plan in us: median (p99)\n")
     print(f"{'':28} {'GPU':5}", *(f"{form:>18}" for form in FORMS), f"{'guard':>8}")
-    for case, (load, cycles) in itertools.product(cases, loads.items()):
-        times = measure(case, arguments.plans, cycles)
+    for case, (load, behind) in itertools.product(cases, loads.items()):
+        times = measure(case, arguments.plans, *behind)
         cells = {form: summary(times[form]) for form in FORMS}
         found["microseconds"].setdefault(case.name, {})[load] = cells
         added = cells["guarded"]["median"] / cells["unpatched"]["median"] - 1
