@@ -212,6 +212,8 @@ def read_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = read_arguments()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as an interrupt: children end, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     trees = {name: getattr(arguments, name) for name in report.TREES}
     numbers: dict[str, Any] = {
         "vllm": release(arguments.patched),

@@ -10,9 +10,11 @@ import itertools
 import json
 import os
 import runpy
+import signal
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -445,19 +447,25 @@ def trees(tmp_path: Path) -> tuple[Path, Path]:
     return made
 
 
-def script(
-    folder: Path, *arguments: object, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *arguments: object, **environment: str) -> subprocess.Popen:
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, str(RUN), *map(str, arguments)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
         env=os.environ
         | {"PYTHONPATH": os.pathsep.join(path), "NOTES": str(folder / "notes")}
         | environment,
     )
+
+
+def script(
+    folder: Path, *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    with start(folder, *arguments, **environment) as process:
+        said = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 def test_engines_measure_in_turn_once_all_have_started(
@@ -481,13 +489,35 @@ def test_engines_measure_in_turn_once_all_have_started(
     assert "dense-flashinfer, patched, tokens/s: " in done.stdout
     assert (out / "numbers.png").exists()
 
-    notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
-    started = [process for process, what in notes if what == "starts"]
-    generated = [process for process, what in notes if what == "generates"]
+    started, generated = noted(tmp_path, "starts"), noted(tmp_path, "generates")
     # All start and warm up; then each measures its three generations at one go.
     warm_up, measured = generated[:9], generated[9:36]
     assert sorted(warm_up) == sorted(started[:9]) == sorted(set(measured))
     assert len([process for process, _ in itertools.groupby(measured)]) == 9
+
+
+def noted(folder: Path, what: str) -> list[int]:
+    """The processes that have noted it, each as often as it did."""
+    notes = folder / "notes"
+    lines = notes.read_text().splitlines() if notes.exists() else []
+    return [int(line.split()[0]) for line in lines if line.split()[1:] == [what]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_its_engines(
+    trees: tuple[Path, Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    with start(tmp_path, *trees, "--out", tmp_path, "engine") as process:
+        deadline = time.monotonic() + 60
+        while len(noted(tmp_path, "starts")) < 9 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    started = noted(tmp_path, "starts")
+    assert len(started) == 9
+    alive = [pid for pid in started if Path(f"/proc/{pid}").exists()]
+    assert not alive
 
 
 def test_an_engine_that_dies_is_a_row(trees: tuple[Path, Path], tmp_path: Path) -> None:
