@@ -11,7 +11,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -54,10 +54,6 @@ class Queue:
             self.waiting.pop(0)()
             self.done += 1
 
-    def event(self, device: str = "cuda") -> "QueuedEvent":
-        assert device == "cuda"
-        return QueuedEvent(self)
-
 
 class QueuedEvent:
     """Stands for a CUDA event."""
@@ -66,7 +62,8 @@ class QueuedEvent:
         self.queue = queue
         self.place = 0
 
-    def record(self, stream: object = None) -> None:
+    def record(self, stream: Queue | None = None) -> None:
+        self.queue = stream or self.queue
         self.place = self.queue.put(lambda: None)
 
     def query(self) -> bool:
@@ -82,7 +79,7 @@ class Lane:
     def __init__(self, queue: Queue | None) -> None:
         self.queue = queue
         # On the GPU from the beginning: allocating memory may wait for a kernel.
-        device = "cpu" if queue else "cuda"
+        device = "cuda" if queue is None else "cpu"
         self.arrivals = list(torch.full((64, SIZE), 77, dtype=torch.uint8).to(device))
 
     def kernel(self) -> Any:
@@ -95,6 +92,19 @@ class Lane:
         event = torch.Event("cuda")
         event.record()
         return event
+
+    @contextmanager
+    def other_stream(self) -> Iterator[None]:
+        """Another stream is the current one inside. It ends with what was queued."""
+        if self.queue is None:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                yield
+                self.mark().synchronize()
+            return
+        main, self.queue = self.queue, Queue()
+        yield
+        self.finish()
+        self.queue = main
 
     def copy(self, source: torch.Tensor) -> torch.Tensor:
         """Copy to the GPU asynchronously; what arrives there."""
@@ -132,16 +142,18 @@ class WithoutPinning(TorchFunctionMode):
 def lane(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Lane]:
-    queue = Queue() if request.param == "queue" else None
-    if queue is not None:
-        monkeypatch.setattr(torch, "Event", queue.event)
-        monkeypatch.setattr(guard_module, "_current_stream", lambda index: None)
+    on_gpu = request.param == "cuda"
+    lane = Lane(None if on_gpu else Queue())
+    if not on_gpu:
+        monkeypatch.setattr(torch, "Event", lambda device: QueuedEvent(lane.queue))
+        monkeypatch.setattr(guard_module, "_is_capturing", lambda: False)
         monkeypatch.setattr(
-            torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False
+            guard_module, "_current_raw_stream", lambda index: id(lane.queue)
         )
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: lane.queue)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    with nullcontext() if queue is None else WithoutPinning():
-        yield Lane(queue)
+    with nullcontext() if on_gpu else WithoutPinning():
+        yield lane
         gc.collect()
 
 
@@ -245,6 +257,25 @@ def test_waits_for_the_oldest_plan_only(lane: Lane, guard: ModuleType) -> None:
     plans.plan()
     assert oldest.query(), "a plan in flight has been rewritten"
     assert not newest.query(), "a plan waited for one that was not the oldest"
+    lane.finish()
+    plans.check()
+
+
+def test_events_are_on_the_streams_of_the_plans(
+    lane: Lane, guard: ModuleType
+) -> None:
+    """Each on its own plan's stream, not on that of the first plan, or of the last."""
+    plans = Plans(lane)
+    rehearse(lane, plans)
+    with lane.other_stream():
+        plans.plan()
+    kernel = lane.kernel()
+    plans.plan(2)
+    for _ in range(WORKSPACES):
+        with lane.other_stream():
+            plans.plan()
+    assert not kernel.query(), "a plan waited for one on another stream"
+    plans.plan(2)
     lane.finish()
     plans.check()
 

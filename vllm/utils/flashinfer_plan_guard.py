@@ -45,6 +45,10 @@ _PLANNERS = {
     ),
 }
 
+# Without CUDA, torch has neither, and there is nothing to guard.
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 _Guard = contextlib.AbstractContextManager[None]
 
 
@@ -69,6 +73,8 @@ def plan_guard(wrapper: Any) -> _Guard:
 
 class _Workspace:
     """A page-locked workspace, and the event after the last copy from it."""
+
+    __slots__ = ("buffer", "copied")
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
@@ -98,9 +104,11 @@ class _Spares:
         """A workspace that no copy has to read. Waits for the oldest plan if all are in
         flight; None if all are being planned into.
         """
-        self.release_retired()
+        if self.retired:
+            self.release_retired()
         with self._lock:
             entry = self._find(guard)
+            in_flight = entry is None
             if entry is None and self.allocated < self._limit:
                 try:
                     buffer = _pinned_like(guard.own.buffer)
@@ -116,7 +124,8 @@ class _Spares:
                 return None
             self._idle.remove(entry)
         workspace, last_user = entry
-        workspace.copied.synchronize()
+        if in_flight:
+            workspace.copied.synchronize()
         if last_user() is not guard:
             # A plan leaves gaps. Kernels cope with old indices of their own wrapper in
             # them; those of another one may be out of range.
@@ -150,21 +159,20 @@ class _Spares:
 
 
 _spares: dict[tuple[torch.device, int], _Spares] = {}
-_streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 _first_guard_lock = threading.Lock()
 
 
-def _current_stream(device_index: int) -> torch.cuda.Stream:
-    """torch.cuda.current_stream(), which takes 3 us to make an object, remembered."""
-    key = device_index, torch._C._cuda_getCurrentRawStream(device_index)
-    stream = _streams.get(key)
-    if stream is None:
-        stream = _streams[key] = torch.cuda.current_stream(device_index)
-    return stream
-
-
 class _PlanGuard:
-    """The guard of one wrapper, entered around each of its plans."""
+    """The guard of one wrapper, entered around each of its plans.
+
+    A plan fills the processor's caches, and every object that is looked at around it
+    costs: so there are few.
+    """
+
+    __slots__ = (
+        *("own", "_captured", "_current", "_device_index", "_lock", "_spares"),
+        *("_raw_stream", "_stream", "_wrapper", "__weakref__"),
+    )
 
     def __init__(self, wrapper: Any, buffer: torch.Tensor) -> None:
         self._own(wrapper.device, buffer)
@@ -174,6 +182,9 @@ class _PlanGuard:
         self._current: _Workspace | None = None
         # A CUDA graph reads these again at each replay.
         self._captured: list[torch.Tensor] = []
+        # Of the last plan. torch.cuda.current_stream() takes 3 us to make an object.
+        self._raw_stream = -1
+        self._stream: torch.cuda.Stream | None = None
 
     def _own(self, device: torch.device, buffer: torch.Tensor) -> None:
         """Take `buffer` as the wrapper's own workspace."""
@@ -186,31 +197,46 @@ class _PlanGuard:
         try:
             wrapper = self._wrapper()
             buffer = getattr(wrapper, WORKSPACE)
-            capturing = torch._C._cuda_isCurrentStreamCapturing()
-            if buffer is not self.own.buffer:  # reset_workspace_buffer() was called
-                self._spares.retired.append(self.own)
-                if not capturing:
-                    self._spares.release_retired()
-                self._own(wrapper.device, buffer)
-            if capturing:
-                # Events must be neither queried nor recorded here.
-                buffer = _pinned_like(buffer)
-                self._captured.append(buffer)
-                setattr(wrapper, WORKSPACE, buffer)
-                return
-            own = self._current = self.own
-            if own.copied.query():
-                return
-            spare = self._spares.take(self)
-            if spare is None:
-                own.copied.synchronize()
-                return
-            self._current = spare
-            setattr(wrapper, WORKSPACE, spare.buffer)
+            raw_stream = _current_raw_stream(self._device_index)
+            if raw_stream != self._raw_stream:
+                self._stream = torch.cuda.current_stream(self._device_index)
+                self._raw_stream = raw_stream
+            # CUDA captures no graph on the default stream, which is 0.
+            capturing = raw_stream != 0 and _is_capturing()
+            if capturing or buffer is not self.own.buffer:
+                self._current = self._renew(wrapper, buffer, capturing)
+            elif self.own.copied.query():
+                self._current = self.own
+            else:
+                self._current = self._spare(wrapper)
         except BaseException:
-            self._current = None
             self._lock.release()
             raise
+
+    def _spare(self, wrapper: Any) -> _Workspace:
+        """A workspace for a plan while the last one is in flight."""
+        spare = self._spares.take(self)
+        if spare is None:
+            self.own.copied.synchronize()
+            return self.own
+        setattr(wrapper, WORKSPACE, spare.buffer)
+        return spare
+
+    def _renew(
+        self, wrapper: Any, buffer: torch.Tensor, capturing: bool
+    ) -> _Workspace | None:
+        """The workspace that the wrapper was given, or None, with one for the graph."""
+        if buffer is not self.own.buffer:  # reset_workspace_buffer() was called
+            self._spares.retired.append(self.own)
+            if not capturing:
+                self._spares.release_retired()
+            self._own(wrapper.device, buffer)
+        if not capturing:
+            return self.own
+        # Events must be neither queried nor recorded here.
+        self._captured.append(_pinned_like(buffer))
+        setattr(wrapper, WORKSPACE, self._captured[-1])
+        return None
 
     def __exit__(self, *_: object) -> None:
         # A plan that raised may have queued its copy before.
@@ -219,7 +245,7 @@ class _PlanGuard:
             if workspace is not self.own:
                 setattr(self._wrapper(), WORKSPACE, self.own.buffer)
             if workspace is not None:
-                workspace.copied.record(_current_stream(self._device_index))
+                workspace.copied.record(self._stream)
                 if workspace is not self.own:
                     self._spares.give_back(workspace, self)
         finally:
