@@ -11,7 +11,7 @@ communicator of the vLLM that is imported. A row of the result, times in ms:
   the GPU, of the slowest rank: the first, with nothing in PyTorch's cache of pinned
   memory, and the median of 5 later ones. It copies to the host, too, what is sent.
 - transport_ms: Gloo alone, the same bytes in the same group from and to pinned memory
-  that is there already. Median of 5, of the slowest rank.
+  that is there already, in turn with these. Median of 5, of the slowest rank.
 - copy_gbps: of the copy stage, which follows Gloo and puts what was received on the
   GPU: bytes by the GPU's time from its first copy to its last, in GB/s. Here and in
   the next three, the ranks take turns in the copy stage.
@@ -168,14 +168,17 @@ def measure(
     torch._C._host_emptyCache()
     found: dict[str, list[Any]] = {
         "first": [milliseconds(exchange.run)],
-        "steady": [milliseconds(exchange.run) for _ in range(ROUNDS)],
         "idle": [in_turn(exchange, lock) for _ in range(TURNS)],
         "busy": [in_turn(exchange, lock, cycles) for _ in range(TURNS)],
+        "steady": [],
+        "transport": [],
     }
     exchange.check()
     alone = transport(exchange, group)
     alone()
-    found["transport"] = [milliseconds(alone) for _ in range(ROUNDS)]
+    for _ in range(ROUNDS):
+        found["steady"].append(milliseconds(exchange.run))
+        found["transport"].append(milliseconds(alone))
     host = torch.zeros(exchange.size, dtype=torch.uint8, pin_memory=True)
     gpu = torch.empty_like(host, device="cuda")
     plain_copy(host, gpu, lock)

@@ -11,14 +11,16 @@ For each max_num_batched_tokens, with the released code of the vLLM that is impo
 - plan: one plan of FLASHINFER_MLA_SPARSE_SM90 for 256 rows. It copies three tensors of
   max_num_batched_tokens. vLLM has it from 0.30.0 on.
 
-A row of the result holds host times in ms, medians of 5: idle_ms, the GPU having
+A row of the result holds host times in ms, medians of 15: idle_ms, the GPU having
 nothing to do; busy_ms, behind a kernel of kernel_ms; and waited, whether that kernel
-had ended when the host was through. busy_ms - idle_ms is how long the host is blocked.
+had ended when the host was through. The two take turns, without Python's garbage
+collection. busy_ms - idle_ms is how long the host is blocked.
 
 Needs an NVIDIA GPU, pytest (it drives vLLM as the regressions do), and what vLLM
 imports; the plan, compute capability 9.x and nvcc.
 """
 
+import gc
 import importlib
 import importlib.util
 import statistics
@@ -36,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests/v1/attention"))
 
 SM90 = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse_sm90"
 TOKENS = tuple(1 << power for power in range(11, 17))
-ROUNDS = 5
+ROUNDS = 15
 KERNEL = 50.0  # ms, at least; three times the idle time if that is more
 BUILDS = 4
 PLANNED = 256
@@ -58,15 +60,21 @@ def host_ms(work: Callable[[], object], cycles: int = 0) -> tuple[float, bool]:
 
 
 def measure(work: Callable[[], object], per_ms: float) -> dict[str, Any]:
-    """Measure idle and busy; each after a rehearsal, which fills the allocators."""
-    idle = statistics.median([host_ms(work)[0] for _ in range(ROUNDS + 1)][1:])
-    kernel = max(KERNEL, 3 * idle)
-    busy = [host_ms(work, int(kernel * per_ms)) for _ in range(ROUNDS + 1)][1:]
+    """Measure idle and busy in turn, after rehearsals, which fill the allocators."""
+    host_ms(work)
+    kernel = max(KERNEL, 3 * host_ms(work)[0])
+    idle, busy = [], []
+    gc.collect()
+    gc.disable()
+    for _ in range(ROUNDS + 1):
+        idle.append(host_ms(work)[0])
+        busy.append(host_ms(work, int(kernel * per_ms)))
+    gc.enable()
     return {
-        "idle_ms": idle,
-        "busy_ms": statistics.median(elapsed for elapsed, _ in busy),
+        "idle_ms": statistics.median(idle[1:]),
+        "busy_ms": statistics.median(elapsed for elapsed, _ in busy[1:]),
         "kernel_ms": kernel,
-        "waited": any(waited for _, waited in busy),
+        "waited": any(waited for _, waited in busy[1:]),
     }
 
 
