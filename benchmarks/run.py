@@ -168,7 +168,7 @@ def release(tree: Path) -> str:
     """The release that a tree says it is; a checkout may not say."""
     with contextlib.suppress(FileNotFoundError):
         text = (tree / "vllm/_version.py").read_text()
-        if found := re.search(r"^__version__ = .*'([^']+)'", text, re.MULTILINE):
+        if found := re.search(r"^__version__ = .*?'([^']+)'", text, re.MULTILINE):
             return found[1]
     return "unknown"
 

@@ -355,7 +355,7 @@ def no_grad():
     return lambda function: function
 """
 STANDIN = {
-    "vllm/_version.py": "__version__ = version = '0.33.0'\n",
+    "vllm/_version.py": "__version__ = version = '0.33.0'\n__commit_id__ = 'g0'\n",
     "vllm/v1/attention/backends/mla/flashinfer_mla_sparse_sm90.py": "",
     "vllm/utils/__init__.py": "",
     "vllm/model_executor/model_loader/__init__.py": """
