@@ -5,7 +5,7 @@
 
 Needs an NVIDIA GPU, and a patched vLLM beside FlashInfer. Plans are FlashInfer's own
 call, and the whole build() of vLLM's metadata builder that makes it at each step. Those
-of the three forms take turns, each with a wrapper of its own:
+of the three forms take turns, the first two with one wrapper:
 
 - unpatched: the plan alone;
 - guarded: the same under vLLM's plan_guard();
@@ -189,8 +189,9 @@ def measure(
     case: Case, plans: int, busy_cycles: int, in_flight: int
 ) -> dict[str, list[float]]:
     """Host times of each form's plans, in microseconds."""
-    planners = {form: case.make() for form in FORMS}
-    unpinned = case.wrapper(planners["unpinned"])
+    pinned, pageable_planner = case.make(), case.make()
+    planners = dict(zip(FORMS, (pinned, pinned, pageable_planner), strict=True))
+    unpinned = case.wrapper(pageable_planner)
     pageable = torch.empty(getattr(unpinned, WORKSPACE).shape, dtype=torch.uint8)
     setattr(unpinned, WORKSPACE, pageable)
 
