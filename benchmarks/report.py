@@ -238,16 +238,19 @@ def text(numbers: dict[str, Any]) -> str:
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
-    """Three panels side by side, one of each part; empty where it was left out."""
+    """A panel for each part that was measured, side by side."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4.4))
-    plot_eplb(left, numbers)
-    plot_mla(middle, numbers)
-    plot_engines(right, numbers)
+    panels = {"eplb": plot_eplb, "mla": plot_mla, "engine": plot_engines}
+    drawn = [draw for part, draw in panels.items() if part in numbers]
+    figure, axes = plt.subplots(
+        1, len(drawn), figsize=(4.4 * len(drawn), 4.4), squeeze=False
+    )
+    for draw, each in zip(drawn, axes[0], strict=True):
+        draw(each, numbers)
     figure.suptitle("vLLM {vllm}, {gpu}".format(**numbers))
     figure.tight_layout()
     figure.savefig(path, dpi=125)
