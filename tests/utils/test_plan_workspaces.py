@@ -261,9 +261,7 @@ def test_waits_for_the_oldest_plan_only(lane: Lane, guard: ModuleType) -> None:
     plans.check()
 
 
-def test_events_are_on_the_streams_of_the_plans(
-    lane: Lane, guard: ModuleType
-) -> None:
+def test_events_are_on_the_streams_of_the_plans(lane: Lane, guard: ModuleType) -> None:
     """Each on its own plan's stream, not on that of the first plan, or of the last."""
     plans = Plans(lane)
     rehearse(lane, plans)
