@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import runpy
 import signal
@@ -160,6 +161,23 @@ def test_the_first_request_that_differs_is_named() -> None:
             {"unpatched strict": DIED_ELSE, "patched strict": DIED_ELSE, "unpatched": GOOD, "patched": WRONG},
             ["patched generates something else"],
         ),
+        # A pageable copy is never vLLM's own business.
+        (
+            BUSY,
+            {"unpatched strict": DIED, "patched strict": DIED, "unpatched": GOOD, "patched": GOOD},
+            [f"patched dies: {PINNED}"],
+        ),
+        # Equal runs have the same bits here.
+        (
+            BUSY,
+            {"unpatched strict": GOOD, "patched strict": generated(request(1, 2, 3, shift=1e-3))},
+            ["patched generates something else"],
+        ),
+        (
+            BUSY,
+            {"unpatched strict": GOOD, "patched strict": generated(request(1, 2, 3, shift=math.nan))},
+            ["patched generates something else"],
+        ),
         (
             BUSY,
             {"unpatched strict": GOOD, "patched strict": DIED_ELSE, "patched": GOOD},
@@ -189,6 +207,19 @@ def test_verdicts(scenario: Any, ran: dict[str, Any], ills: list[str]) -> None:
     assert run.verdict(scenario, ran, guards) == ills
 
 
+def test_references_that_are_not_numbers_tell_nothing() -> None:
+    nothing = generated(request(1, 2, 3, shift=math.nan))
+    ran = {"reference": nothing, "reference again": nothing}
+    ran |= {"unpatched strict": nothing, "patched strict": nothing}
+    assert run.verdict(BUSY, ran, False) == ["vacuous: two equal runs differ by inf"]
+
+
+def test_a_release_without_the_fatal_file(trees: tuple[Path, Path]) -> None:
+    for tree in trees:
+        (tree / run.SCENARIOS["sparse-mla"].fatal).unlink()
+    assert not run.differ(*trees, "sparse-mla")
+
+
 def test_what_starts_nowhere_is_no_complaint() -> None:
     ran = {"reference": NO_START, "reference again": NO_START}
     ran |= {"unpatched strict": NO_START}
@@ -215,8 +246,9 @@ def shifted(shift: float) -> Any:
 
 def test_logprobs_as_close_as_two_equal_runs() -> None:
     wrong = ["patched generates something else"]
-    assert judged(GOOD, GOOD, shifted(0.09)) == []
-    assert judged(GOOD, GOOD, shifted(0.3)) == wrong
+    assert judged(GOOD, GOOD, shifted(1e-3)) == wrong
+    assert judged(GOOD, shifted(0.01), shifted(0.09)) == []
+    assert judged(GOOD, shifted(0.01), shifted(0.11)) == wrong
     assert judged(GOOD, shifted(0.2), shifted(0.3)) == []
     assert judged(GOOD, shifted(0.2), shifted(0.41)) == wrong
     # Noise within one process counts as well, but not that of patched.
@@ -853,7 +885,9 @@ def test_races_are_listed(trees: tuple[Path, Path]) -> None:
     [
         (lambda trees: (trees[0] / "nowhere", trees[1]), "give the folder that does"),
         (lambda trees: (*trees, "no-such"), "give part of one of sparse-mla, "),
-        (lambda trees: (*trees[::-1], "--race-check"), "give the patched tree second"),
+        (lambda trees: trees[::-1], "give a released tree first"),
+        (lambda trees: (trees[1], trees[1]), "give a released tree first"),
+        (lambda trees: (trees[0], trees[0]), "then the same tree patched"),
     ],
 )
 def test_bad_input(trees: tuple[Path, Path], change: Any, said: str) -> None:
