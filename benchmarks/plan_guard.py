@@ -5,15 +5,16 @@
 
 Needs an NVIDIA GPU, and a patched vLLM beside FlashInfer. Plans are FlashInfer's own
 call, and the whole build() of vLLM's metadata builder that makes it at each step. Those
-of the three forms take turns, the first two with one wrapper:
+of the three forms take turns in every order, the first two with one wrapper:
 
-- unpatched: the plan alone;
+- unpatched: the plan alone; in a build(), under a guard that does nothing;
 - guarded: the same under vLLM's plan_guard();
 - unpinned: the operators' work-around, FlashInfer's workspace in pageable memory.
 
 GPU idle: the GPU has nothing to do. GPU busy: a kernel of 5 ms is queued, and behind it
 another plan of the same wrapper; full: a kernel of 10 ms and four plans. That is when a
-plan without the guard races.
+plan without the guard races. In how many of these the kernel had ended when the last
+plan returned, since that or one before it had waited, is printed where there are any.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +61,8 @@ class Batch(NamedTuple):
 class Case(NamedTuple):
     """What is planned: name, batches, and how to make what plans them.
 
-    `plan` plans by itself, and `guarded` under the guard; both on what `make` returns.
-    `wrapper` is the FlashInfer wrapper in that.
+    `plan` plans by itself, inside `unguarded`, and `guarded` under the guard; both on
+    what `make` returns. `wrapper` is the FlashInfer wrapper in that.
     """
 
     name: str
@@ -70,6 +71,9 @@ class Case(NamedTuple):
     plan: Callable[[Any, Any], None]
     guarded: Callable[[Any, Any], None]
     wrapper: Callable[[Any], Any]
+    unguarded: Callable[[], contextlib.AbstractContextManager[None]] = (
+        contextlib.nullcontext
+    )
 
 
 def wrapper_case(
@@ -161,7 +165,7 @@ def build_case(kind: str, folder: str) -> Case:
     regression.MAX_REQS = 64
     site = regression.BuilderSite(kind, Path(folder), pytest.MonkeyPatch())
     batches = [site.prepare(batch) for batch in regression.make_batches(4, kind)]
-    unguarded = contextlib.nullcontext()
+    nothing = contextlib.nullcontext()
 
     def make() -> Any:
         made = regression.BuilderSite(kind, Path(folder), pytest.MonkeyPatch())
@@ -169,54 +173,61 @@ def build_case(kind: str, folder: str) -> Case:
             made.plan(batch)
         return made
 
-    def guarded(site: Any, batch: Any) -> None:
+    def build(site: Any, batch: Any) -> None:
         site.builder.build(0, batch[0])
 
-    def plan(site: Any, batch: Any) -> None:
-        backend.plan_guard = lambda wrapper: unguarded
+    @contextlib.contextmanager
+    def unguarded() -> Iterator[None]:
+        backend.plan_guard = lambda wrapper: nothing
         try:
-            site.builder.build(0, batch[0])
+            yield
         finally:
             backend.plan_guard = guard.plan_guard
 
     def wrapper(site: Any) -> Any:
         return site.plan(batches[0]).wrappers[0]
 
-    return Case(name[kind], batches, make, plan, guarded, wrapper)
+    return Case(name[kind], batches, make, build, build, wrapper, unguarded)
 
 
 def measure(
     case: Case, plans: int, busy_cycles: int, in_flight: int
-) -> dict[str, list[float]]:
-    """Host times of each form's plans, in microseconds."""
-    pinned, pageable_planner = case.make(), case.make()
-    planners = dict(zip(FORMS, (pinned, pinned, pageable_planner), strict=True))
-    unpinned = case.wrapper(pageable_planner)
-    pageable = torch.empty(getattr(unpinned, WORKSPACE).shape, dtype=torch.uint8)
-    setattr(unpinned, WORKSPACE, pageable)
-
-    def plan(form: str, batch: Any) -> None:
-        call = case.guarded if form == "guarded" else case.plan
-        call(planners[form], batch)
-
+) -> dict[str, dict[str, float]]:
+    """Of each form, median and p99 of its plans in us, and the share that waited."""
+    pinned, pageable = case.make(), case.make()
+    planners = dict(zip(FORMS, (pinned, pinned, pageable), strict=True))
+    unpinned = case.wrapper(pageable)
+    workspace = torch.empty(getattr(unpinned, WORKSPACE).shape, dtype=torch.uint8)
+    setattr(unpinned, WORKSPACE, workspace)
     times: dict[str, list[float]] = {form: [] for form in FORMS}
+    waited = dict.fromkeys(FORMS, 0)
+    kernel = torch.cuda.Event()
+    orders = itertools.cycle(itertools.permutations(FORMS))
     warm_up = plans // 10
-    for turn in range(warm_up + plans):
-        for place in range(len(FORMS)):
-            form = FORMS[(turn + place) % len(FORMS)]
-            batch = case.batches[turn % len(case.batches)]
+    for turn, order in zip(range(warm_up + plans), orders, strict=False):
+        for form in order:
+            planner, plan, around = planners[form], case.plan, case.unguarded
+            if form == "guarded":
+                plan, around = case.guarded, contextlib.nullcontext
+            ahead = [case.batches[(turn + n) % 4] for n in range(1, in_flight + 1)]
+            batch = case.batches[turn % 4]
             torch.cuda.synchronize()
-            if busy_cycles:
-                torch.cuda._sleep(busy_cycles)
-            for ahead in range(in_flight):
-                plan(form, case.batches[(turn + 1 + ahead) % len(case.batches)])
-            start = time.perf_counter_ns()
-            plan(form, batch)
-            elapsed = time.perf_counter_ns() - start
+            with around():
+                if busy_cycles:
+                    torch.cuda._sleep(busy_cycles)
+                kernel.record()
+                for each in ahead:
+                    plan(planner, each)
+                start = time.perf_counter_ns()
+                plan(planner, batch)
+                elapsed = time.perf_counter_ns() - start
             if turn >= warm_up:
                 times[form].append(elapsed / 1000)
+                waited[form] += bool(busy_cycles) and kernel.query()
     torch.cuda.synchronize()
-    return times
+    return {
+        form: summary(times[form]) | {"waited": waited[form] / plans} for form in FORMS
+    }
 
 
 def measure_guard(
@@ -276,14 +287,18 @@ def main() -> None:
     print("\nhost time of a plan in us: median (p99)\n")
     print(f"{'':28} {'GPU':5}", *(f"{form:>18}" for form in FORMS), f"{'guard':>8}")
     for case, (load, behind) in itertools.product(cases, loads.items()):
-        times = measure(case, arguments.plans, *behind)
-        cells = {form: summary(times[form]) for form in FORMS}
+        cells = measure(case, arguments.plans, *behind)
         found["microseconds"].setdefault(case.name, {})[load] = cells
         added = cells["guarded"]["median"] / cells["unpatched"]["median"] - 1
         print(
             f"{case.name:28} {load:5}",
             *(f"{c['median']:9.1f} ({c['p99']:6.0f})" for c in cells.values()),
             f"{added:+8.1%}",
+            *(
+                f"{f} waited: {c['waited']:.0%}"
+                for f, c in cells.items()
+                if c["waited"]
+            ),
         )
     found["spare_bytes"] = spare_bytes()
     print(f"spare workspaces: {spare_bytes() / 2**20:.0f} MiB of page-locked memory")
