@@ -272,7 +272,7 @@ MUTATIONS = (
         "plans: the host waits where it could take a spare workspace",
         {
             FLASHINFER: [],
-            PLAN_GUARD: [(r"spare = self\._spares\.take\(self\)", "spare = None")],
+            PLAN_GUARD: [(r"spare := self\._spares\.take\(self\)", "spare := None")],
         },
     ),
     Mutation(
@@ -286,7 +286,7 @@ MUTATIONS = (
         "plans: no wait where all workspaces are in flight",
         {
             FLASHINFER: [],
-            PLAN_GUARD: [(r"[\w.]+\.copied\.synchronize\(\)", "pass")],
+            PLAN_GUARD: [(r"if self\.own\.copied\.query\(\):", "if True:")],
         },
     ),
     Mutation(

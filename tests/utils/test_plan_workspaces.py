@@ -58,15 +58,18 @@ class Queue:
 class QueuedEvent:
     """Stands for a CUDA event."""
 
-    def __init__(self, queue: Queue) -> None:
-        self.queue = queue
+    def __init__(self, lane: "Lane") -> None:
+        self.lane = lane
+        self.queue = lane.queue
         self.place = 0
 
     def record(self, stream: Queue | None = None) -> None:
+        assert not self.lane.capturing
         self.queue = stream or self.queue
         self.place = self.queue.put(lambda: None)
 
     def query(self) -> bool:
+        assert not self.lane.capturing
         return self.place <= self.queue.done
 
     def synchronize(self) -> None:
@@ -77,10 +80,30 @@ class Lane:
     """The GPU's stream, or a queue."""
 
     def __init__(self, queue: Queue | None) -> None:
-        self.queue = queue
+        self.queue = self.default = queue
+        self.capturing = False
+        self.device = torch.device("cuda", 0 if queue is None else 1)
         # On the GPU from the beginning: allocating memory may wait for a kernel.
-        device = "cuda" if queue is None else "cpu"
-        self.arrivals = list(torch.full((64, SIZE), 77, dtype=torch.uint8).to(device))
+        where = "cuda" if queue is None else "cpu"
+        self.arrivals = list(torch.full((64, SIZE), 77, dtype=torch.uint8).to(where))
+
+    # What the guard asks of CUDA, and what takes its place without a GPU.
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+    def raw_stream(self, index: int) -> int:
+        assert index == self.device.index
+        return 0 if self.queue is self.default else id(self.queue)
+
+    def current_stream(self, index: int) -> Queue:
+        assert index == self.device.index
+        return self.queue
+
+    def sleep(self, seconds: float) -> None:
+        self.queue.run(self.queue.done + 1)
+
+    # What the tests do.
 
     def kernel(self) -> Any:
         """Queue a long kernel; the event after it."""
@@ -101,10 +124,24 @@ class Lane:
                 yield
                 self.mark().synchronize()
             return
-        main, self.queue = self.queue, Queue()
+        self.queue = Queue()
         yield
         self.finish()
-        self.queue = main
+        self.queue = self.default
+
+    @contextmanager
+    def capture(self) -> Iterator[Callable[[], object]]:
+        """Capture what is queued inside in a CUDA graph; how to replay it."""
+        if self.queue is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                yield graph.replay
+            return
+        captured = self.queue = Queue()
+        self.capturing = True
+        yield lambda: [self.default.put(work) for work in captured.waiting]
+        self.capturing = False
+        self.queue = self.default
 
     def copy(self, source: torch.Tensor) -> torch.Tensor:
         """Copy to the GPU asynchronously; what arrives there."""
@@ -145,13 +182,14 @@ def lane(
     on_gpu = request.param == "cuda"
     lane = Lane(None if on_gpu else Queue())
     if not on_gpu:
-        monkeypatch.setattr(torch, "Event", lambda device: QueuedEvent(lane.queue))
-        monkeypatch.setattr(guard_module, "_is_capturing", lambda: False)
+        monkeypatch.setattr(torch, "Event", lambda device: QueuedEvent(lane))
+        monkeypatch.setattr(guard_module, "_is_capturing", lane.is_capturing)
+        monkeypatch.setattr(guard_module, "_current_raw_stream", lane.raw_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lane.current_stream)
         monkeypatch.setattr(
-            guard_module, "_current_raw_stream", lambda index: id(lane.queue)
+            torch.cuda, "is_current_stream_capturing", lane.is_capturing
         )
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda index: lane.queue)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(guard_module.time, "sleep", lane.sleep)
     with nullcontext() if on_gpu else WithoutPinning():
         yield lane
         gc.collect()
@@ -169,7 +207,7 @@ class Wrapper:
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
-        self.device = torch.device("cuda:0")
+        self.device = lane.device
         self.reset_workspace_buffer()
 
     def reset_workspace_buffer(self) -> None:
@@ -259,6 +297,24 @@ def test_waits_for_the_oldest_plan_only(lane: Lane, guard: ModuleType) -> None:
     assert not newest.query(), "a plan waited for one that was not the oldest"
     lane.finish()
     plans.check()
+
+
+def test_waits_for_the_plan_that_is_over_first(lane: Lane, guard: ModuleType) -> None:
+    """It may be in the own workspace, or on another stream than the oldest."""
+    plans, other = Plans(lane), Plans(lane)
+    rehearse(lane, plans)
+    lane.kernel()
+    plans.plan()
+    newest = lane.kernel()
+    plans.plan(guard.MAX_SPARES)
+    plans.plan()
+    assert not newest.query(), "a plan waited for one in a spare, its own being free"
+    with lane.other_stream():
+        other.plan(3)
+    assert not newest.query(), "a plan waited for one on another stream"
+    lane.finish()
+    plans.check()
+    other.check()
 
 
 def test_events_are_on_the_streams_of_the_plans(lane: Lane, guard: ModuleType) -> None:
@@ -419,6 +475,19 @@ def test_the_guard_keeps_no_wrapper(lane: Lane, guard: ModuleType) -> None:
     lane.finish()
     gc.collect()
     assert workspace() is None, "the guard keeps the workspace"
+
+
+def test_a_captured_plan_keeps_its_workspace(lane: Lane, guard: ModuleType) -> None:
+    """Its graph copies from there at each replay, whatever was planned in between."""
+    plans = Plans(lane)
+    with lane.capture() as replay:
+        plans.plan()
+    for _ in range(2):
+        plans.plan(3)
+        replay()
+        lane.finish()
+        plans.check()
+    assert spares(guard) > 0
 
 
 def test_subclasses_are_guarded(lane: Lane, guard: ModuleType) -> None:

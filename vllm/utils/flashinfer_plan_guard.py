@@ -8,7 +8,7 @@ has run: with the GPU a step behind, attention runs on the schedule of another b
 
 `with plan_guard(wrapper):` around a plan gives it a workspace that no copy still has
 to read: the wrapper's own, or else a spare one. The host waits only when its last plan
-and those in all the spares are in flight.
+and those in all the spares are in flight, and until the first of them is not.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import functools
 import inspect
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -35,6 +36,10 @@ WORKSPACE = "_pin_memory_int_workspace_buffer"
 # the wrapper's own. Each is allocated when it is first needed and kept, 120 MB together
 # at most. A captured plan has one more, for as long as its wrapper.
 MAX_SPARES = 15
+
+# Seconds between two looks for a free workspace, where all are in flight. Which of them
+# is free first is not known: the plans may be on several streams.
+POLL = 1e-5
 
 # What vLLM plans with, and must plan through WORKSPACE for the guard to hold.
 _PLANNERS = {
@@ -101,14 +106,11 @@ class _Spares:
         self._idle: list[tuple[_Workspace, weakref.ref[_PlanGuard]]] = []
 
     def take(self, guard: "_PlanGuard") -> _Workspace | None:
-        """A workspace that no copy has to read. Waits for the oldest plan if all are in
-        flight; None if all are being planned into.
-        """
+        """A workspace that no copy has to read, None if there is none."""
         if self.retired:
             self.release_retired()
         with self._lock:
             entry = self._find(guard)
-            in_flight = entry is None
             if entry is None and self.allocated < self._limit:
                 try:
                     buffer = _pinned_like(guard.own.buffer)
@@ -118,14 +120,10 @@ class _Spares:
                 else:
                     self.allocated += 1
                     return _Workspace(buffer)
-            if entry is None and self._idle:
-                entry = self._idle[0]
             if entry is None:
                 return None
             self._idle.remove(entry)
         workspace, last_user = entry
-        if in_flight:
-            workspace.copied.synchronize()
         if last_user() is not guard:
             # A plan leaves gaps. Kernels cope with old indices of their own wrapper in
             # them; those of another one may be out of range.
@@ -214,11 +212,11 @@ class _PlanGuard:
             raise
 
     def _spare(self, wrapper: Any) -> _Workspace:
-        """A workspace for a plan while the last one is in flight."""
-        spare = self._spares.take(self)
-        if spare is None:
-            self.own.copied.synchronize()
-            return self.own
+        """A workspace while the last plan is in flight: the first that is free."""
+        while (spare := self._spares.take(self)) is None:
+            if self.own.copied.query():
+                return self.own
+            time.sleep(POLL)
         setattr(wrapper, WORKSPACE, spare.buffer)
         return spare
 
