@@ -52,6 +52,7 @@ BITMASK = "vllm/v1/worker/gpu/structured_outputs.py"
 STEP5 = "vllm/models/step5/nvidia/flashinfer_sparse.py"
 STEP5_CHUNKS = "vllm/models/step5/nvidia/ops/sparse_prefill.py"
 GPU_WORKER = "vllm/v1/worker/gpu_worker.py"
+INPUT_BATCH = "vllm/v1/worker/gpu_input_batch.py"
 ENVS = "vllm/envs.py"
 SYNC_CHECK = "vllm/utils/gpu_sync_debug.py"
 PLAN_GUARD = "vllm/utils/flashinfer_plan_guard.py"
@@ -70,6 +71,7 @@ REGRESSIONS = {
     "v1/spec_decode/test_backup_next_token_ids.py": (DRAFTER, EXTRACT),
     "v1/worker/test_grammar_bitmask_copy.py": (BITMASK,),
     "v1/worker/test_num_computed_tokens_copy.py": (MODEL_RUNNER,),
+    "v1/worker/test_allowed_token_ids_mask.py": (INPUT_BATCH,),
     "v1/attention/test_step5_prefill_plan.py": (STEP5_CHUNKS, STEP5),
 }
 # What a fault does: only such a failure shows that a regression sees it.
@@ -123,6 +125,8 @@ RANGES_PINNED = r"torch\.empty_like\(staged, pin_memory=PIN_MEMORY\)\.copy_\(sta
 KEYS_PINNED = r"torch\.empty_like\((cu_k\[start : end \+ 1\]), pin_memory=PIN_MEMORY\)"
 QUERIES_PINNED = r'(device="cpu",)\s+pin_memory=PIN_MEMORY,'
 STEP5_GUARD = r"(?m)^( +)with plan_guard\(self\._attention\):$"
+MASK_PINNED = r'(dtype=torch\.bool,\s+device="cpu",)\s+pin_memory=PIN_MEMORY,'
+MASK_COPIED = r"copy_slice\(\s*self\.allowed_token_ids_mask_cpu_tensor,[^)]*\)"
 LENS_COPY = r"context_lens_cpu\.to\(device, non_blocking=True\)"
 
 
@@ -393,6 +397,20 @@ MUTATIONS = (
                 )
             ]
         },
+    ),
+    Mutation(
+        "allowed tokens: the copy of a pageable mask is allowed to synchronise",
+        {
+            INPUT_BATCH: [
+                (MASK_PINNED, r"\1"),
+                (r"\bcopy_slice(\(\s*self\.allowed)", r"allowed(copy_slice)\1"),
+                (END, ALLOWED),
+            ]
+        },
+    ),
+    Mutation(
+        "allowed tokens: the host waits for the copy",
+        {INPUT_BATCH: [(MASK_COPIED, r"\g<0>; torch.cuda.synchronize()")]},
     ),
     Mutation(
         "step5 chunks: a reused pinned scratch",

@@ -1012,6 +1012,65 @@ CASES = [
         },
     ),
     Case(
+        "allowed-token-ids-mask",
+        fault="""\
+            import torch
+            from vllm.utils.torch_utils import async_tensor_h2d
+
+
+            class InputBatch:
+                def add_request(self, request):
+                    if request.allowed_token_ids:
+                        self.allowed_token_ids_mask_cpu_tensor = torch.zeros(
+                            self.count,
+                            self.vocab_size,
+                            dtype=torch.bool,
+                            device="cpu",
+                        )
+
+                def refresh(self, count):
+                    return copy_slice(
+                        self.allowed_token_ids_mask_cpu_tensor, self.mask, count
+                    )
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.torch_utils import PIN_MEMORY, async_tensor_h2d
+
+
+            class InputBatch:
+                def add_request(self, request):
+                    if request.allowed_token_ids:
+                        self.allowed_token_ids_mask_cpu_tensor = torch.zeros(
+                            self.count,
+                            self.vocab_size,
+                            dtype=torch.bool,
+                            device="cpu",
+                            pin_memory=PIN_MEMORY,
+                        )
+
+                def refresh(self, count):
+                    return copy_slice(
+                        self.allowed_token_ids_mask_cpu_tensor, self.mask, count
+                    )
+            """,
+        near={
+            ('device="cpu",', "device=self.device,"): "on the GPU",
+            ('device="cpu",', 'device="cpu", pin_memory=False,'): "not to be pinned",
+            ("= torch.zeros(", "= make_mask("): "made how?",
+            ("return copy_slice(", "return stage("): "copied how?",
+            ("_cpu_tensor, self.mask", "_staged, self.mask"): "not copied",
+            ("_mask_cpu_tensor = ", "_mask = "): "another tensor",
+            (
+                "        )\n\n    def refresh",
+                "        )\n        self.allowed_token_ids_mask_cpu_tensor = torch.zeros("
+                '1, device="cpu")\n\n    def refresh',
+            ): "twice",
+            ("def add_request", "def add"): "another method",
+            ("class InputBatch", "class Batch"): "another class",
+        },
+    ),
+    Case(
         "num-computed-tokens-copy",
         fault="""\
             import torch

@@ -25,6 +25,7 @@ STATES = {
         ("eplb-gloo-receive-staging", State.NEEDED, State.PRESENT),
         ("sparse-mla-context-lens", State.NEEDED, State.PRESENT),
         ("dense-mla-context-lens", State.NEEDED, State.PRESENT),
+        ("allowed-token-ids-mask", State.NEEDED, State.NEEDED),
         ("flashinfer-dcp-prefill-plan", State.NEEDED, State.NEEDED),
         ("flashinfer-prefill-plan", State.NEEDED, State.NEEDED),
         ("flashinfer-cascade-plan", State.NEEDED, State.NEEDED),

@@ -159,6 +159,16 @@ SUBJECTS = {
             (r"(grammar_bitmask, )out=self.grammar_bitmask", r"\1device=self.device"),
         ),
     ),
+    "allowed-token-ids-mask": (
+        "0.33.0",
+        ("req_index", "sampling_params", "request"),
+        (
+            (r'(dtype=torch\.bool,\s+device=)"cpu"(,\s+\))', r"\1self.device\2"),
+            (r'(dtype=torch\.bool,\s+device="cpu"),', r"\1, pin_memory=False,"),
+            (r"copy_slice(\(\s+self\.allowed_token_ids_mask)", r"copy_all\1"),
+            (r"(allowed_token_ids_mask_cpu_tensor = torch\.)zeros", r"\1mask"),
+        ),
+    ),
     "num-computed-tokens-copy": (
         "0.26.0",  # in later ones ruff makes a tuple of what a del names
         ("num_reqs", "cpu_values", "prev_req_id_to_index"),
