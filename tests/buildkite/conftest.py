@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RELEASED, PATCHED = "0.33.0", "0.33.0+pinned.3"
+RELEASED, PATCHED = "0.33.0", "0.33.0+pinned.4"
 # All that buildkite-agent has to do here. It fails on any other call.
 AGENT = """\
 #!/usr/bin/env bash

@@ -12,7 +12,7 @@ PASSES = """\
 from importlib.metadata import version
 
 def test_the_wheel_is_the_one():
-    assert version("vllm") == "0.33.0+pinned.3"
+    assert version("vllm") == "0.33.0+pinned.4"
 """
 NO_GPU = """
 import pytest
