@@ -887,7 +887,7 @@ def test_races_are_listed(trees: tuple[Path, Path]) -> None:
         (lambda trees: (*trees, "no-such"), "give part of one of sparse-mla, "),
         (lambda trees: trees[::-1], "give a released tree first"),
         (lambda trees: (trees[1], trees[1]), "give a released tree first"),
-        (lambda trees: (trees[0], trees[0]), "then the same tree patched"),
+        (lambda trees: (trees[0], trees[0], "--race-check"), "the same tree patched"),
     ],
 )
 def test_bad_input(trees: tuple[Path, Path], change: Any, said: str) -> None:
