@@ -181,17 +181,19 @@ def compare(
 
 
 def _change(before: dict[str, float], after: dict[str, float], token: str) -> float:
-    """How much a logprob changed, infinite where one is missing or not a number."""
-    change = abs(before.get(token, math.nan) - after.get(token, math.nan))
-    return math.inf if math.isnan(change) else change
+    """How much a logprob changed, infinite where a token is not among the best."""
+    return _apart(before.get(token, math.nan), after.get(token, math.nan))
 
 
 def _gap(scores: dict[str, float], pair: tuple[str, str]) -> float:
     """How far apart two tokens are, infinite where one is not among the best."""
-    absent = -math.inf
-    if not all(token in scores for token in pair):
-        return math.inf
-    return abs(scores.get(pair[0], absent) - scores.get(pair[1], absent))
+    return _apart(*(scores.get(token, math.nan) for token in pair))
+
+
+def _apart(one: float, other: float) -> float:
+    """How far apart two logprobs are, infinite where one is not a number."""
+    apart = abs(one - other)
+    return math.inf if math.isnan(apart) else apart
 
 
 def run_engine(name: str, tree: Path, check: Path, environment: dict[str, str]) -> Ran:
