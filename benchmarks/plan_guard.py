@@ -209,8 +209,10 @@ def measure(
             planner, plan, around = planners[form], case.plan, case.unguarded
             if form == "guarded":
                 plan, around = case.guarded, contextlib.nullcontext
-            ahead = [case.batches[(turn + n) % 4] for n in range(1, in_flight + 1)]
-            batch = case.batches[turn % 4]
+            batch, *ahead = (
+                case.batches[(turn + n) % len(case.batches)]
+                for n in range(in_flight + 1)
+            )
             torch.cuda.synchronize()
             with around():
                 if busy_cycles:

@@ -37,7 +37,7 @@ def root(tree: Callable[[str], Path]) -> Path:
 
 
 def needed(target: Target) -> dict[str, bytes]:
-    """New bytes of three files that edits change, and of one that is new."""
+    """New bytes of four files that edits change, and of one that is new."""
     few = [edit for edit in load_edits() if edit.metadata["kind"] == "A"]
     new = changes(target.read, survey(target.read, few))
     assert len(new) == 4
