@@ -23,21 +23,34 @@ def module_file(line: str) -> tuple[str, str]:
     return f"{base}.py", f"{base}/__init__.py"
 
 
-def binds(tree: ast.Module, line: str) -> bool:
-    """Whether the module `tree` has the import `line` at its top level."""
+def binds(tree: ast.Module, line: str, path: str) -> bool:
+    """Whether the file at `path` has the import `line` at its top level.
+
+    Args:
+        tree: The file's syntax tree.
+        line: «from MODULE import NAME»; a relative import of the same counts.
+        path: Relative to the root of a vLLM tree, with `/`.
+
+    """
     module, name = parse(line)
     return any(
         alias.name == name and alias.asname in (None, name)
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and node.module == module and not node.level
+        if isinstance(node, ast.ImportFrom) and _absolute(node, path) == module
         for alias in node.names
     )
 
 
-def add_import(source: bytes, line: str) -> bytes:
-    """`source` with the import `line` («from MODULE import NAME»), once."""
+def _absolute(node: ast.ImportFrom, path: str) -> str:
+    """The module that `node`, in the file at `path`, imports from."""
+    above = path.split("/")[: -node.level] if node.level else []
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def add_import(source: bytes, line: str, path: str) -> bytes:
+    """`source` with the import `line`, once; arguments as for `binds`."""
     tree = ast.parse(source)
-    if binds(tree, line):
+    if binds(tree, line, path):
         return source
     module, name = parse(line)
     imports = _leading_imports(tree)

@@ -137,7 +137,7 @@ def _replace(source: bytes, findings: Iterable[Finding]) -> bytes:
     result = b"".join(parts)
     for finding in findings:
         if finding.edit.import_line:
-            result = add_import(result, finding.edit.import_line)
+            result = add_import(result, finding.edit.import_line, finding.edit.path)
     return result
 
 
@@ -396,7 +396,7 @@ def _import_fault(edit: Edit, tree: ast.Module, cured: bool, read: Read) -> str:
     line = edit.import_line
     if line is None:
         return ""
-    bound = binds(tree, line)
+    bound = binds(tree, line, edit.path)
     if cured and not bound:
         lacks = _uses(tree, parse(line)[1])
         return f"the cure is there, but not «{line}»" if lacks else ""

@@ -9,9 +9,19 @@ import pytest
 from vllm_pinned.imports import add_import
 
 LINE = "from vllm.utils.torch_utils import PIN_MEMORY"
+PATH = "vllm/v1/worker/runner.py"
 
 CASES = {
     "there already": (f"{LINE}\n", f"{LINE}\n"),
+    "there already, relative": (
+        "from ...utils.torch_utils import PIN_MEMORY\n",
+        "from ...utils.torch_utils import PIN_MEMORY\n",
+    ),
+    "a relative one of another module": (
+        "from vllm.logger import x\n\nfrom ..utils.torch_utils import PIN_MEMORY\n",
+        f"from vllm.logger import x\n{LINE}\n\n"
+        "from ..utils.torch_utils import PIN_MEMORY\n",
+    ),
     "one line": (
         "from vllm.utils.torch_utils import a, b\n",
         "from vllm.utils.torch_utils import PIN_MEMORY, a, b\n",
@@ -59,8 +69,8 @@ CASES = {
 
 @pytest.mark.parametrize(("before", "after"), CASES.values(), ids=CASES)
 def test_add_import(before: str, after: str) -> None:
-    assert add_import(before.encode(), LINE).decode() == after
-    assert add_import(after.encode(), LINE).decode() == after
+    assert add_import(before.encode(), LINE, PATH).decode() == after
+    assert add_import(after.encode(), LINE, PATH).decode() == after
 
 
 # No blank line is added before code that follows at once.
@@ -88,4 +98,4 @@ def test_carriage_returns() -> None:
     after = (
         b"from vllm.utils.torch_utils import (\r\n    PIN_MEMORY,\r\n    b,\r\n)\r\n"
     )
-    assert add_import(before, LINE) == after
+    assert add_import(before, LINE, PATH) == after
