@@ -73,6 +73,7 @@ REGRESSIONS = {
     "v1/worker/test_num_computed_tokens_copy.py": (MODEL_RUNNER,),
     "v1/worker/test_allowed_token_ids_mask.py": (INPUT_BATCH,),
     "v1/attention/test_step5_prefill_plan.py": (STEP5_CHUNKS, STEP5),
+    "v1/worker/test_rope_positions_copy.py": (MODEL_RUNNER,),
 }
 # What a fault does: only such a failure shows that a regression sees it.
 FAULT = re.compile("not pinned|from pageable memory|waited for|not their own")
@@ -127,6 +128,10 @@ QUERIES_PINNED = r'(device="cpu",)\s+pin_memory=PIN_MEMORY,'
 STEP5_GUARD = r"(?m)^( +)with plan_guard\(self\._attention\):$"
 MASK_PINNED = r'(dtype=torch\.bool,\s+device="cpu",)\s+pin_memory=PIN_MEMORY,'
 MASK_COPIED = r"copy_slice\(\s*self\.allowed_token_ids_mask_cpu_tensor,[^)]*\)"
+ROPE_ROWS = (
+    r"for row in range\(self\.(\w+)_positions\.gpu\.shape\[0\]\):\s+"
+    r"self\.\1_positions\.gpu\[row, (:\w+)\]\.copy_\([^()]*\)"
+)
 LENS_COPY = r"context_lens_cpu\.to\(device, non_blocking=True\)"
 
 
@@ -411,6 +416,22 @@ MUTATIONS = (
     Mutation(
         "allowed tokens: the host waits for the copy",
         {INPUT_BATCH: [(MASK_COPIED, r"\g<0>; torch.cuda.synchronize()")]},
+    ),
+    Mutation(
+        "rope positions: pinned columns pinned once more, which copies nothing",
+        {
+            MODEL_RUNNER: [
+                (
+                    ROPE_ROWS,
+                    r"self.\1_positions.gpu[:, \2].copy_("
+                    r"self.\1_positions.cpu[:, \2].pin_memory(), non_blocking=True)",
+                )
+            ]
+        },
+    ),
+    Mutation(
+        "rope positions: the host waits for the copies",
+        {MODEL_RUNNER: [(ROPE_ROWS, r"\g<0>; torch.cuda.synchronize()")]},
     ),
     Mutation(
         "step5 chunks: a reused pinned scratch",

@@ -1070,6 +1070,47 @@ CASES = [
             ("class InputBatch", "class Batch"): "another class",
         },
     ),
+    *(
+        Case(
+            f"{rope}-positions-copy",
+            fault=f"""\
+                import torch
+
+
+                class GPUModelRunner:
+                    def _prepare_inputs(self, count):
+                        if self.uses_rope:
+                            self.{rope}_positions.gpu[:, :count].copy_(
+                                self.{rope}_positions.cpu[:, :count],
+                                non_blocking=True,
+                            )
+                """,
+            cured=f"""\
+                import torch
+
+
+                class GPUModelRunner:
+                    def _prepare_inputs(self, count):
+                        if self.uses_rope:
+                            # Row by row: a strided source would be gathered into pageable memory.
+                            for row in range(self.{rope}_positions.gpu.shape[0]):
+                                self.{rope}_positions.gpu[row, :count].copy_(
+                                    self.{rope}_positions.cpu[row, :count],
+                                    non_blocking=True,
+                                )
+                """,
+            near={
+                ("True,", "False,"): "synchronous",
+                ("cpu[:, :count]", "cpu[:, :rows]"): "other columns",
+                ("cpu[:, :count]", "cpu[:2, :count]"): "some rows",
+                ("cpu[:, :count]", "cpu"): "whole",
+                (f"self.{rope}_positions.cpu", "self.positions.cpu"): "another source",
+                ("def _prepare_inputs", "def _preprocess"): "another method",
+                ("class GPUModelRunner", "class ModelRunner"): "another class",
+            },
+        )
+        for rope in ("mrope", "xdrope")
+    ),
     Case(
         "num-computed-tokens-copy",
         fault="""\

@@ -41,6 +41,8 @@ STATES = {
         ("extract-hidden-states-backup-tokens", State.NEEDED, State.NEEDED),
         ("grammar-bitmask-copy", State.NEEDED, State.NEEDED),
         ("num-computed-tokens-copy", State.NEEDED, State.NEEDED),
+        ("mrope-positions-copy", State.NEEDED, State.PRESENT),
+        ("xdrope-positions-copy", State.NEEDED, State.ABSENT),
         ("h2d-race-check", State.NEEDED, State.NEEDED),
         ("h2d-race-check-variables", State.NEEDED, State.NEEDED),
     )
@@ -51,6 +53,9 @@ for release in ("0.32.0", "0.33.0"):
 for release in ("0.28.0", "0.29.0"):
     STATES["flash-attn-mm-prefix-ranges"][release] = State.NEEDED
 STATES["flashinfer-paged-kv-buffers"]["0.29.0"] = State.PRESENT
+for release in ("0.28.0", "0.29.0"):
+    STATES["mrope-positions-copy"][release] = State.PRESENT
+STATES["xdrope-positions-copy"]["0.29.0"] = State.PRESENT
 # vLLM 0.33.0 is the first that has Step5.
 for edit in ("step5-prefill-chunks", "step5-prefill-plan"):
     STATES[edit]["0.33.0"] = State.NEEDED

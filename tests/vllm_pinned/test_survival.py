@@ -178,6 +178,24 @@ SUBJECTS = {
             (r"num_computed_tokens_cpu_tensor(\[:num_reqs\]\.to\()", r"counts\1"),
         ),
     ),
+    "mrope-positions-copy": (
+        "0.27.1",
+        ("total_num_scheduled_tokens",),
+        (
+            (r"(mrope_positions\.cpu\[):(, :total)", r"\1row\2"),
+            (r"self\.mrope_positions\.cpu(\[:, :total)", r"self.positions.cpu\1"),
+            (r"(mrope_positions\.cpu\[[^]]+\],\s+)non_blocking=True,", r"\1"),
+        ),
+    ),
+    "xdrope-positions-copy": (
+        "0.28.0",
+        ("total_num_scheduled_tokens",),
+        (
+            (r"(xdrope_positions\.cpu\[):(, :total)", r"\1row\2"),
+            (r"self\.xdrope_positions\.cpu(\[:, :total)", r"self.positions.cpu\1"),
+            (r"(xdrope_positions\.cpu\[[^]]+\],\s+)non_blocking=True,", r"\1"),
+        ),
+    ),
     "h2d-race-check": (
         "0.33.0",
         ("visible_device_index", "parallel_config", "assigned_physical_gpu_ids"),
