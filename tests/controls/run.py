@@ -53,6 +53,7 @@ STEP5 = "vllm/models/step5/nvidia/flashinfer_sparse.py"
 STEP5_CHUNKS = "vllm/models/step5/nvidia/ops/sparse_prefill.py"
 GPU_WORKER = "vllm/v1/worker/gpu_worker.py"
 INPUT_BATCH = "vllm/v1/worker/gpu_input_batch.py"
+MULTIMODAL = "vllm/multimodal/inputs.py"
 ENVS = "vllm/envs.py"
 SYNC_CHECK = "vllm/utils/gpu_sync_debug.py"
 PLAN_GUARD = "vllm/utils/flashinfer_plan_guard.py"
@@ -74,6 +75,7 @@ REGRESSIONS = {
     "v1/worker/test_allowed_token_ids_mask.py": (INPUT_BATCH,),
     "v1/attention/test_step5_prefill_plan.py": (STEP5_CHUNKS, STEP5),
     "v1/worker/test_rope_positions_copy.py": (MODEL_RUNNER,),
+    "multimodal/test_nested_tensors_copy.py": (MULTIMODAL,),
 }
 # What a fault does: only such a failure shows that a regression sees it.
 FAULT = re.compile("not pinned|from pageable memory|waited for|not their own")
@@ -432,6 +434,22 @@ MUTATIONS = (
     Mutation(
         "rope positions: the host waits for the copies",
         {MODEL_RUNNER: [(ROPE_ROWS, r"\g<0>; torch.cuda.synchronize()")]},
+    ),
+    Mutation(
+        "multimodal inputs: a reused pinned scratch",
+        {
+            MULTIMODAL: [
+                (
+                    r"torch\.empty\(\s*x\.shape, dtype=x\.dtype, pin_memory=True\s*\)",
+                    r"scratch(x)",
+                ),
+                (END, SCRATCH),
+            ]
+        },
+    ),
+    Mutation(
+        "multimodal inputs: pinned, but with the gaps between its columns",
+        {MULTIMODAL: [(r"x\.is_pinned\(\) and x\.is_contiguous\(\)", "x.is_pinned()")]},
     ),
     Mutation(
         "step5 chunks: a reused pinned scratch",

@@ -1112,6 +1112,53 @@ CASES = [
         for rope in ("mrope", "xdrope")
     ),
     Case(
+        "multimodal-inputs-copy",
+        fault="""\
+            import torch
+            from vllm.utils.jsontree import json_map_leaves
+
+
+            def _nested_tensors_h2d(tensors, device):
+                return json_map_leaves(
+                    lambda leaf: leaf.to(device=device, non_blocking=True)
+                    if isinstance(leaf, torch.Tensor)
+                    else leaf,
+                    tensors,
+                )
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.jsontree import json_map_leaves
+            from vllm.utils.torch_utils import PIN_MEMORY
+
+
+            def _nested_tensors_h2d(tensors, device):
+                return json_map_leaves(
+                    lambda leaf: (
+                        (
+                            leaf
+                            # What is no pinned, contiguous memory is staged in some.
+                            if not PIN_MEMORY
+                            or not leaf.is_cpu
+                            or torch.device(device).type == "cpu"
+                            or (leaf.is_pinned() and leaf.is_contiguous())
+                            else torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)
+                        ).to(device=device, non_blocking=True)
+                        if isinstance(leaf, torch.Tensor)
+                        else leaf
+                    ),
+                    tensors,
+                )
+            """,
+        near={
+            (", non_blocking=True", ""): "synchronous",
+            ("device=device,", "device=device, dtype=torch.half,"): "converted, too",
+            ("isinstance(leaf, torch.Tensor)", "leaf is not None"): "of what?",
+            ("else leaf,", "else None,"): "the others are dropped",
+            ("def _nested_tensors_h2d", "def _nested_tensors"): "another function",
+        },
+    ),
+    Case(
         "num-computed-tokens-copy",
         fault="""\
             import torch

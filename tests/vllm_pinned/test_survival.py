@@ -196,6 +196,14 @@ SUBJECTS = {
             (r"(xdrope_positions\.cpu\[[^]]+\],\s+)non_blocking=True,", r"\1"),
         ),
     ),
+    "multimodal-inputs-copy": (
+        "0.29.0",
+        ("x", "tensors"),
+        (
+            (r"(x\.to\(device=device), non_blocking=True", r"\1"),
+            (r"(lambda x: x\.to\(device=device, non[^)]*\))[^,]*,", r"\1,"),
+        ),
+    ),
     "h2d-race-check": (
         "0.33.0",
         ("visible_device_index", "parallel_config", "assigned_physical_gpu_ids"),
