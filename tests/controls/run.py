@@ -53,6 +53,8 @@ STEP5 = "vllm/models/step5/nvidia/flashinfer_sparse.py"
 STEP5_CHUNKS = "vllm/models/step5/nvidia/ops/sparse_prefill.py"
 GPU_WORKER = "vllm/v1/worker/gpu_worker.py"
 INPUT_BATCH = "vllm/v1/worker/gpu_input_batch.py"
+COMPASS = "vllm/model_executor/models/cohere_compass.py"
+DOTS3 = "vllm/models/dots3_note/nvidia/vision.py"
 MULTIMODAL = "vllm/multimodal/inputs.py"
 ENVS = "vllm/envs.py"
 SYNC_CHECK = "vllm/utils/gpu_sync_debug.py"
@@ -75,6 +77,8 @@ REGRESSIONS = {
     "v1/worker/test_allowed_token_ids_mask.py": (INPUT_BATCH,),
     "v1/attention/test_step5_prefill_plan.py": (STEP5_CHUNKS, STEP5),
     "v1/worker/test_rope_positions_copy.py": (MODEL_RUNNER,),
+    "models/test_cohere_compass_positions.py": (COMPASS,),
+    "models/test_dots3_note_vision.py": (DOTS3,),
     "multimodal/test_nested_tensors_copy.py": (MULTIMODAL,),
 }
 # What a fault does: only such a failure shows that a regression sees it.
@@ -434,6 +438,67 @@ MUTATIONS = (
     Mutation(
         "rope positions: the host waits for the copies",
         {MODEL_RUNNER: [(ROPE_ROWS, r"\g<0>; torch.cuda.synchronize()")]},
+    ),
+    Mutation(
+        "Cohere Compass: ids in a reused pinned scratch",
+        {
+            COMPASS: [
+                (
+                    r"async_tensor_h2d\((torch\.cat\(pos_ids, dim=0\)), (self\.device)\)",
+                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
+                ),
+                (END, SCRATCH),
+            ]
+        },
+    ),
+    Mutation(
+        "Cohere Compass: positions in a reused pinned scratch",
+        {
+            COMPASS: [
+                (
+                    r"async_tensor_h2d\(\s*(compute_mrope_for_media\([^()]*\)), (\S+)\s*\)",
+                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
+                ),
+                (END, SCRATCH),
+            ]
+        },
+    ),
+    Mutation(
+        "Cohere Compass: the copies are allowed to synchronise",
+        {
+            COMPASS: [
+                (
+                    r"async_tensor_h2d\(\s*((?:torch\.cat|compute_mrope_for_media)"
+                    r"\([^()]*\)), (\S+)\s*\)",
+                    r"allowed(\1.to)(\2, non_blocking=True)",
+                ),
+                (END, ALLOWED),
+            ]
+        },
+    ),
+    Mutation(
+        "dots3: ids in a reused pinned scratch",
+        {
+            DOTS3: [
+                (
+                    r"async_tensor_h2d\((pos_ids), (self\.device)\)",
+                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
+                ),
+                (END, SCRATCH),
+            ]
+        },
+    ),
+    Mutation(
+        "dots3: bounds in a reused pinned scratch",
+        {
+            DOTS3: [
+                (
+                    r"async_tensor_h2d\((cu_seqlens_cpu), (self\.device)\)",
+                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
+                ),
+                (END, SCRATCH),
+            ]
+        },
     ),
     Mutation(
         "multimodal inputs: a reused pinned scratch",

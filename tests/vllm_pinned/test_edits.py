@@ -1112,6 +1112,115 @@ CASES = [
         for rope in ("mrope", "xdrope")
     ),
     Case(
+        "cohere-compass-position-ids",
+        fault="""\
+            import torch
+            from vllm.utils.torch_utils import np_to_pinned_tensor
+
+
+            class Cohere_VisionTransformer:
+                def rot_pos_emb(self, grid):
+                    ids = [self.ids(h, w) for h, w in grid]
+                    ids = torch.cat(ids, dim=0).to(self.device, non_blocking=True)
+                    return self.table[ids]
+            """,
+        cured="""\
+            import torch
+            from vllm.utils.torch_utils import async_tensor_h2d, np_to_pinned_tensor
+
+
+            class Cohere_VisionTransformer:
+                def rot_pos_emb(self, grid):
+                    ids = [self.ids(h, w) for h, w in grid]
+                    ids = async_tensor_h2d(torch.cat(ids, dim=0), self.device)
+                    return self.table[ids]
+            """,
+        near={
+            (", non_blocking=True", ""): "synchronous",
+            ("torch.cat(", "concat("): "made how?",
+            ("to(self.device", "to(self.host"): "to where?",
+            ("def rot_pos_emb", "def rot_pos_ids"): "another method",
+            ("class Cohere_VisionTransformer", "class Tower"): "another class",
+        },
+    ),
+    Case(
+        "cohere-compass-pruning-positions",
+        fault="""\
+            from vllm.multimodal.evs import compute_mrope_for_media
+
+
+            class CohereCompassForConditionalGeneration:
+                def _postprocess_image_embeds_evs(self, images, merge_size):
+                    for emb, size in images:
+                        yield compute_mrope_for_media(size, merge_size).to(
+                            emb.device, non_blocking=True
+                        )
+            """,
+        cured="""\
+            from vllm.multimodal.evs import compute_mrope_for_media
+            from vllm.utils.torch_utils import async_tensor_h2d
+
+
+            class CohereCompassForConditionalGeneration:
+                def _postprocess_image_embeds_evs(self, images, merge_size):
+                    for emb, size in images:
+                        yield async_tensor_h2d(
+                            compute_mrope_for_media(size, merge_size), emb.device
+                        )
+            """,
+        near={
+            (", non_blocking=True", ""): "synchronous",
+            ("yield compute_mrope", "yield self.compute_mrope"): "made how?",
+            ("emb.device,", "device,"): "to where?",
+            ("def _postprocess_image", "def _postprocess_video"): "another method",
+            ("class CohereCompassFor", "class CompassFor"): "another class",
+        },
+    ),
+    *(
+        Case(
+            edit,
+            fault=f"""\
+                import torch
+
+
+                class DotsMoEVitModel:
+                    def {method}(self, {tensor}):
+                        return self.use(
+                            {tensor}.to(self.device, non_blocking=True),
+                            self.count,
+                        )
+                """,
+            cured=f"""\
+                import torch
+
+                from vllm.utils.torch_utils import async_tensor_h2d
+
+
+                class DotsMoEVitModel:
+                    def {method}(self, {tensor}):
+                        return self.use(
+                            async_tensor_h2d({tensor}, self.device),
+                            self.count,
+                        )
+                """,
+            near={
+                (", non_blocking=True", ""): "synchronous",
+                ("to(self.device", "to(self.host"): "to where?",
+                (f"{tensor}.to", f"{tensor}_pinned.to"): "another tensor",
+                (
+                    "non_blocking=True),",
+                    f"non_blocking=True), {tensor}.to(self.device, non_blocking=True),",
+                ): "twice",
+                (f"def {method}", "def forward"): "another method",
+                ("class DotsMoEVitModel", "class Tower"): "another class",
+            },
+        )
+        for edit, method, tensor in (
+            ("dots3-note-position-ids", "rot_pos_emb", "pos_ids"),
+            ("dots3-note-sequence-bounds", "prepare_meta", "cu_seqlens_cpu"),
+        )
+    ),
+    Case(
         "multimodal-inputs-copy",
         fault="""\
             import torch

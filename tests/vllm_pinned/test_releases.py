@@ -44,6 +44,10 @@ STATES = {
         ("mrope-positions-copy", State.NEEDED, State.PRESENT),
         ("xdrope-positions-copy", State.NEEDED, State.ABSENT),
         ("multimodal-inputs-copy", State.NEEDED, State.PRESENT),
+        ("cohere-compass-position-ids", State.ABSENT, State.NEEDED),
+        ("cohere-compass-pruning-positions", State.ABSENT, State.NEEDED),
+        ("dots3-note-position-ids", State.ABSENT, State.NEEDED),
+        ("dots3-note-sequence-bounds", State.ABSENT, State.NEEDED),
         ("h2d-race-check", State.NEEDED, State.NEEDED),
         ("h2d-race-check-variables", State.NEEDED, State.NEEDED),
     )
@@ -57,6 +61,9 @@ STATES["flashinfer-paged-kv-buffers"]["0.29.0"] = State.PRESENT
 for release in ("0.28.0", "0.29.0"):
     STATES["mrope-positions-copy"][release] = State.PRESENT
 STATES["xdrope-positions-copy"]["0.29.0"] = State.PRESENT
+# Before vLLM 0.29.0, dots3's vision tower made them on the GPU.
+for edit in ("dots3-note-position-ids", "dots3-note-sequence-bounds"):
+    STATES[edit]["0.29.0"] = State.NEEDED
 # vLLM 0.33.0 is the first that has Step5.
 for edit in ("step5-prefill-chunks", "step5-prefill-plan"):
     STATES[edit]["0.33.0"] = State.NEEDED

@@ -196,6 +196,38 @@ SUBJECTS = {
             (r"(xdrope_positions\.cpu\[[^]]+\],\s+)non_blocking=True,", r"\1"),
         ),
     ),
+    "cohere-compass-position-ids": (
+        "0.33.0",
+        ("max_grid_size",),
+        (
+            (r"(torch\.cat\(pos_ids, dim=0\)\.to\(self\.device), non_b[^)]+", r"\1"),
+            (r"torch\.cat\((pos_ids, dim=0\)\.to\()", r"torch.stack(\1"),
+        ),
+    ),
+    "cohere-compass-pruning-positions": (
+        "0.33.0",
+        ("emb", "size", "merge_size", "image_embeds_out"),
+        (
+            (r"(compute_mrope_for_media\([^)]+\)\.to\([^,]+),[^)]+", r"\1"),
+            (r"compute_mrope_for_media(\([^)]+\)\.to\()", r"compute_positions\1"),
+        ),
+    ),
+    "dots3-note-position-ids": (
+        "0.33.0",
+        ("rotary_pos_emb_full", "max_grid_size"),
+        (
+            (r"(pos_ids\.to\(self\.device), non_blocking=True", r"\1"),
+            (r"pos_ids(\.to\(self\.device, non_b)", r"positions\1"),
+        ),
+    ),
+    "dots3-note-sequence-bounds": (
+        "0.33.0",
+        ("seq_per_frame", "frame_lengths", "resolved_attn"),
+        (
+            (r"(cu_seqlens_cpu\.to\(self\.device), non_blocking=True", r"\1"),
+            (r"cu_seqlens_cpu(\.to\(self\.device, non_b)", r"bounds\1"),
+        ),
+    ),
     "multimodal-inputs-copy": (
         "0.29.0",
         ("x", "tensors"),
@@ -323,13 +355,18 @@ def reformatted(source: bytes, width: int, quotes: str) -> bytes:
 
 
 def with_comments(source: bytes, edit: str, picks: list[int]) -> bytes:
-    """A comment after some of the commas and brackets inside calls of the scope."""
+    """A comment after some of the commas and brackets inside calls of the scope.
+
+    Not between the names of a comprehension: ast-grep's parser ends the block there.
+    """
     node = scope(source, edit)
     lines = range(node.lineno, node.end_lineno + 1)  # type: ignore[attr-defined]
-    depth, places = 0, []
+    depth, names, places = 0, False, []
     for token in tokenize.tokenize(io.BytesIO(source).readline):
         depth += (token.string in ("(", "[")) - (token.string in (")", "]"))
-        if token.string in (",", "(") and depth and token.start[0] in lines:
+        names = token.string == "for" or (names and token.string != "in")
+        inside = depth and not names and token.start[0] in lines
+        if token.string in (",", "(") and inside:
             places.append(token.end)
     text = source.decode().splitlines(keepends=True)
     for line, column in sorted({places[p % len(places)] for p in picks}, reverse=True):
