@@ -23,7 +23,9 @@ guard_module = pytest.importorskip("vllm.utils.flashinfer_plan_guard")
 
 SIZE = 4096  # bytes of a workspace
 WRITTEN = 8  # bytes of it that a plan writes
-DELAY = 400_000_000  # clock cycles of a long kernel, about 0.2 s
+# Clock cycles of a long kernel, about a second. They go by while other processes have
+# the GPU.
+DELAY = 2_000_000_000
 WORKSPACES = guard_module.MAX_SPARES + 1
 
 GPU = pytest.param(
