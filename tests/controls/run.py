@@ -138,7 +138,15 @@ ROPE_ROWS = (
     r"for row in range\(self\.(\w+)_positions\.gpu\.shape\[0\]\):\s+"
     r"self\.\1_positions\.gpu\[row, (:\w+)\]\.copy_\([^()]*\)"
 )
+COMPASS_IDS = r"torch\.cat\(pos_ids, dim=0\)"
+COMPASS_POSITIONS = r"compute_mrope_for_media\([^()]*\)"
+IN_SCRATCH = r"scratch(\1).copy_(\1).to(\2, non_blocking=True)"
 LENS_COPY = r"context_lens_cpu\.to\(device, non_blocking=True\)"
+
+
+def sent(what: str) -> str:
+    """The pattern of `what` on its way to the GPU, and of the device."""
+    return rf"async_tensor_h2d\(\s*({what}), (\S+?)\s*\)"
 
 
 @dataclass(frozen=True)
@@ -441,35 +449,18 @@ MUTATIONS = (
     ),
     Mutation(
         "Cohere Compass: ids in a reused pinned scratch",
-        {
-            COMPASS: [
-                (
-                    r"async_tensor_h2d\((torch\.cat\(pos_ids, dim=0\)), (self\.device)\)",
-                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
-                ),
-                (END, SCRATCH),
-            ]
-        },
+        {COMPASS: [(sent(COMPASS_IDS), IN_SCRATCH), (END, SCRATCH)]},
     ),
     Mutation(
         "Cohere Compass: positions in a reused pinned scratch",
-        {
-            COMPASS: [
-                (
-                    r"async_tensor_h2d\(\s*(compute_mrope_for_media\([^()]*\)), (\S+)\s*\)",
-                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
-                ),
-                (END, SCRATCH),
-            ]
-        },
+        {COMPASS: [(sent(COMPASS_POSITIONS), IN_SCRATCH), (END, SCRATCH)]},
     ),
     Mutation(
         "Cohere Compass: the copies are allowed to synchronise",
         {
             COMPASS: [
                 (
-                    r"async_tensor_h2d\(\s*((?:torch\.cat|compute_mrope_for_media)"
-                    r"\([^()]*\)), (\S+)\s*\)",
+                    sent(f"{COMPASS_IDS}|{COMPASS_POSITIONS}"),
                     r"allowed(\1.to)(\2, non_blocking=True)",
                 ),
                 (END, ALLOWED),
@@ -478,27 +469,11 @@ MUTATIONS = (
     ),
     Mutation(
         "dots3: ids in a reused pinned scratch",
-        {
-            DOTS3: [
-                (
-                    r"async_tensor_h2d\((pos_ids), (self\.device)\)",
-                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
-                ),
-                (END, SCRATCH),
-            ]
-        },
+        {DOTS3: [(sent("pos_ids"), IN_SCRATCH), (END, SCRATCH)]},
     ),
     Mutation(
         "dots3: bounds in a reused pinned scratch",
-        {
-            DOTS3: [
-                (
-                    r"async_tensor_h2d\((cu_seqlens_cpu), (self\.device)\)",
-                    r"scratch(\1).copy_(\1).to(\2, non_blocking=True)",
-                ),
-                (END, SCRATCH),
-            ]
-        },
+        {DOTS3: [(sent("cu_seqlens_cpu"), IN_SCRATCH), (END, SCRATCH)]},
     ),
     Mutation(
         "multimodal inputs: a reused pinned scratch",
