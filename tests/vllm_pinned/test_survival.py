@@ -178,24 +178,18 @@ SUBJECTS = {
             (r"num_computed_tokens_cpu_tensor(\[:num_reqs\]\.to\()", r"counts\1"),
         ),
     ),
-    "mrope-positions-copy": (
-        "0.27.1",
-        ("total_num_scheduled_tokens",),
-        (
-            (r"(mrope_positions\.cpu\[):(, :total)", r"\1row\2"),
-            (r"self\.mrope_positions\.cpu(\[:, :total)", r"self.positions.cpu\1"),
-            (r"(mrope_positions\.cpu\[[^]]+\],\s+)non_blocking=True,", r"\1"),
-        ),
-    ),
-    "xdrope-positions-copy": (
-        "0.28.0",
-        ("total_num_scheduled_tokens",),
-        (
-            (r"(xdrope_positions\.cpu\[):(, :total)", r"\1row\2"),
-            (r"self\.xdrope_positions\.cpu(\[:, :total)", r"self.positions.cpu\1"),
-            (r"(xdrope_positions\.cpu\[[^]]+\],\s+)non_blocking=True,", r"\1"),
-        ),
-    ),
+    **{
+        f"{rope}-positions-copy": (
+            release,
+            ("total_num_scheduled_tokens",),
+            (
+                (rf"({rope}_positions\.cpu\[):(, :total)", r"\1row\2"),
+                (rf"self\.{rope}_positions\.cpu(\[:, :total)", r"self.positions.cpu\1"),
+                (rf"({rope}_positions\.cpu\[[^]]+\],\s+)non_blocking=True,", r"\1"),
+            ),
+        )
+        for rope, release in (("mrope", "0.27.1"), ("xdrope", "0.28.0"))
+    },
     "cohere-compass-position-ids": (
         "0.33.0",
         ("max_grid_size",),
