@@ -73,10 +73,9 @@ def gapped(device: str, seed: int = 0) -> tuple[Any, list[torch.Tensor]]:
 
 
 def send(config: Any, items: Any, device: str) -> Any:
-    elements = config.build_elems("pixel_values", items)
-    # Whether the name goes along differs by release.
+    elements = list(config.build_elems("pixel_values", items))
     field = elements[0].field
-    return field.reduce_data(list(elements), device=device, pin_memory=device != "cpu")
+    return field.reduce_data(elements, device=device, pin_memory=device != "cpu")
 
 
 def check(arrived: Any, items: Any, device: str) -> None:
