@@ -596,7 +596,7 @@ def _outcome(case: ET.Element) -> Outcome:
                 result = "xfailed"
             message, report = found.get("message", ""), found.text or ""
             if message == "collection skipped":  # the report has the reason
-                message = report.rsplit("Skipped: ", 1)[-1].rstrip("')\n")
+                message = report.rsplit("Skipped: ", 1)[-1].rstrip("\"')\n")
             return Outcome(result, message, report)
     return Outcome("passed")
 
