@@ -3,4 +3,4 @@
 
 # The number of this set of edits, N in the version X.Y.Z+pinned.N of a wheel.
 # Raise it whenever an edit changes.
-__version__ = "5"
+__version__ = "6"

@@ -77,6 +77,7 @@ REGRESSIONS = {
     "v1/worker/test_allowed_token_ids_mask.py": (INPUT_BATCH,),
     "v1/attention/test_step5_prefill_plan.py": (STEP5_CHUNKS, STEP5),
     "v1/worker/test_rope_positions_copy.py": (MODEL_RUNNER,),
+    "v1/worker/test_pruned_mrope_positions.py": (MODEL_RUNNER,),
     "models/test_cohere_compass_positions.py": (COMPASS,),
     "models/test_dots3_note_vision.py": (DOTS3,),
     "multimodal/test_nested_tensors_copy.py": (MULTIMODAL,),
@@ -138,6 +139,7 @@ ROPE_ROWS = (
     r"for row in range\(self\.(\w+)_positions\.gpu\.shape\[0\]\):\s+"
     r"self\.\1_positions\.gpu\[row, (:\w+)\]\.copy_\([^()]*\)"
 )
+PRUNED_NEW = r"torch\.zeros_like\(\s*self\.mrope_positions\.cpu, [^)]*\)"
 COMPASS_IDS = r"torch\.cat\(pos_ids, dim=0\)"
 COMPASS_POSITIONS = r"compute_mrope_for_media\([^()]*\)"
 IN_SCRATCH = r"scratch(\1).copy_(\1).to(\2, non_blocking=True)"
@@ -446,6 +448,14 @@ MUTATIONS = (
     Mutation(
         "rope positions: the host waits for the copies",
         {MODEL_RUNNER: [(ROPE_ROWS, r"\g<0>; torch.cuda.synchronize()")]},
+    ),
+    Mutation(
+        "pruned positions: the pinned buffer pinned once more, which copies nothing",
+        {MODEL_RUNNER: [(PRUNED_NEW, "self.mrope_positions.cpu.pin_memory()")]},
+    ),
+    Mutation(
+        "pruned positions: the host waits for the last copy",
+        {MODEL_RUNNER: [(PRUNED_NEW, r"\g<0>; torch.cuda.synchronize()")]},
     ),
     Mutation(
         "Cohere Compass: ids in a reused pinned scratch",

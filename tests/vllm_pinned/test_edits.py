@@ -1112,6 +1112,48 @@ CASES = [
         for rope in ("mrope", "xdrope")
     ),
     Case(
+        "pruned-mrope-positions",
+        fault="""\
+            import torch
+
+
+            class GPUModelRunner:
+                def _calc_mrope_positions(self, step):
+                    first = 0
+                    for request in self.requests:
+                        end = first + step[request]
+                        self.mrope_positions.cpu[:, first:end] = request.positions
+                        first = end
+            """,
+        cured="""\
+            import torch
+
+            from vllm.utils.torch_utils import PIN_MEMORY
+
+
+            class GPUModelRunner:
+                def _calc_mrope_positions(self, step):
+                    if self.is_multimodal_pruning_enabled:
+                        # A new buffer: the drafter's copy of the last may still be queued.
+                        self.mrope_positions.cpu = torch.zeros_like(
+                            self.mrope_positions.cpu, pin_memory=PIN_MEMORY
+                        )
+                        self.mrope_positions.np = self.mrope_positions.cpu.numpy()
+                    first = 0
+                    for request in self.requests:
+                        end = first + step[request]
+                        self.mrope_positions.cpu[:, first:end] = request.positions
+                        first = end
+            """,
+        near={
+            ("first = 0", "first = self.first"): "begins elsewhere",
+            ("first = 0", "first = 0\n        last = 0"): "twice",
+            ("self.mrope_positions.cpu", "self.positions.cpu"): "another buffer",
+            ("def _calc_mrope", "def _compute_mrope"): "another method",
+            ("class GPUModelRunner", "class ModelRunner"): "another class",
+        },
+    ),
+    Case(
         "cohere-compass-position-ids",
         fault="""\
             import torch

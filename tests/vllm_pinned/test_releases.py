@@ -43,6 +43,7 @@ STATES = {
         ("num-computed-tokens-copy", State.NEEDED, State.NEEDED),
         ("mrope-positions-copy", State.NEEDED, State.PRESENT),
         ("xdrope-positions-copy", State.NEEDED, State.ABSENT),
+        ("pruned-mrope-positions", State.NEEDED, State.NEEDED),
         ("multimodal-inputs-copy", State.NEEDED, State.PRESENT),
         ("cohere-compass-position-ids", State.ABSENT, State.NEEDED),
         ("cohere-compass-pruning-positions", State.ABSENT, State.NEEDED),

@@ -190,6 +190,14 @@ SUBJECTS = {
         )
         for rope, release in (("mrope", "0.27.1"), ("xdrope", "0.28.0"))
     },
+    "pruned-mrope-positions": (
+        "0.33.0",
+        ("req", "prompt_part_len", "dst_start"),
+        (
+            (r"self\.mrope_positions\.cpu(\[:, dst_start)", r"self.positions.cpu\1"),
+            (r"mrope_pos_ptr = 0", r"mrope_pos_ptr = self.first"),
+        ),
+    ),
     "cohere-compass-position-ids": (
         "0.33.0",
         ("max_grid_size",),
