@@ -48,6 +48,23 @@ def test_verdicts(
     assert control.verdict(name, guards, before, after) == ill
 
 
+@pytest.mark.parametrize(
+    ("name", "changed", "found"),
+    [
+        ("test_pinned_x", ["-copy(one)", "+copy(two)"], True),
+        ("test_pinned_x", [], False),
+        ("test_pinned_x[mrope-cuda]", ["+self.mrope_positions.gpu[row, :n]"], True),
+        ("test_pinned_x[xdrope-cuda]", ["+self.mrope_positions.gpu[row, :n]"], False),
+        ("test_pinned_x[mrope-cuda]", ["+self.mrope_positions.cpu = buffer"], False),
+        ("test_pinned_mrope_x[cuda]", ["+self.mrope_positions.cpu = buffer"], True),
+    ],
+)
+def test_which_tests_an_edit_is_guarded_by(
+    name: str, changed: list[str], found: bool
+) -> None:
+    assert control.has_edit(name, changed) is found
+
+
 def test_it_knows_every_edited_file_and_regression() -> None:
     edits = load_edits()
     of_the_guard = "utils/test_plan_workspaces.py"  # which several edits bring
@@ -155,3 +172,27 @@ def test_mutations_are_caught_or_complained_of(tmp_path: Path) -> None:
         "EPLB: the copies are synchronous": "NOT CAUGHT",
     }
     assert "patched: 1 passed; 2 complaints" in done.stdout
+
+
+def test_a_mutation_may_be_for_regressions_that_were_not_given(tmp_path: Path) -> None:
+    """Then it is no complaint that those given do not catch it."""
+    tests = tmp_path / "tests"
+    given = tests / "v1/worker/test_num_computed_tokens_copy.py"
+    (tests / "controls").mkdir(parents=True)
+    given.parent.mkdir(parents=True)
+    (script := tests / "controls/run.py").write_text(SCRIPT.read_text())
+    given.write_text("def test_nothing():\n    pass\n")
+    trees = tmp_path / "unpatched", tmp_path / "patched"
+    for tree in trees:
+        for path in ("vllm/__init__.py", control.MODEL_RUNNER):
+            (tree / path).parent.mkdir(parents=True, exist_ok=True)
+            (tree / path).write_text("max_concurrent_batches > 1\n")
+    done = subprocess.run(
+        [*map(str, (sys.executable, script, *trees, "computed", "--mutations"))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "two batches in flight  " in done.stdout
+    assert "not by the regressions given" in done.stdout
