@@ -104,40 +104,49 @@ def test_every_mutation_has_a_place(
     assert placed == {mutation.name for mutation in control.MUTATIONS}
 
 
+def run_control(
+    folder: Path, tests: dict[str, str], trees: dict[str, dict[str, str]], *args: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script in `folder`, on `tests` and two `trees` of the files given."""
+    script = folder / "tests/controls/run.py"
+    files = {script: SCRIPT.read_text()}
+    files |= {folder / "tests" / name: text for name, text in tests.items()}
+    for tree, texts in trees.items():
+        files |= {folder / tree / path: text for path, text in texts.items()}
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    roots = [folder / tree for tree in trees]
+    return subprocess.run(
+        [*map(str, (sys.executable, script, *roots, *args))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 def test_a_vacuous_regression_fails_the_command(tmp_path: Path) -> None:
     """End to end on a tree whose only difference means nothing."""
-    others = [file for file in control.REGRESSIONS if file.startswith("models/")]
-    tests = tmp_path / "tests"
-    script = tests / "controls/run.py"
-    script.parent.mkdir(parents=True)
-    script.write_text(SCRIPT.read_text())
-    for name in ("distributed/test_eplb_gloo_staging.py", *others):
-        (tests / name).parent.mkdir(parents=True, exist_ok=True)
-        (tests / name).write_text("def test_pinned_nothing():\n    pass\n")
-    for folder, text in (("unpatched", ""), ("patched", "# as it was\n")):
-        for path in ("vllm/__init__.py", control.EPLB):
-            file = tmp_path / folder / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-    trees = tmp_path / "unpatched", tmp_path / "patched"
-    command = [sys.executable, script, *trees, "eplb", "models"]
-    done = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, check=False
+    names = [file for file in control.REGRESSIONS if file.startswith("models/")]
+    names.append("distributed/test_eplb_gloo_staging.py")
+    done = run_control(
+        tmp_path,
+        dict.fromkeys(names, "def test_pinned_nothing():\n    pass\n"),
+        {
+            tree: dict.fromkeys(("vllm/__init__.py", control.EPLB), text)
+            for tree, text in (("unpatched", ""), ("patched", "# as it was\n"))
+        },
+        "eplb",
+        "models",
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"{1 + len(others)} passed; 1 complaints" in done.stdout
+    assert f"{len(names)} passed; 1 complaints" in done.stdout
     assert "test_pinned_nothing: vacuous: passes unpatched" in done.stdout
 
 
 def test_mutations_are_caught_or_complained_of(tmp_path: Path) -> None:
     """End to end, by a regression that looks for the pinning and for nothing else."""
-    tests = tmp_path / "tests"
-    script = tests / "controls/run.py"
-    regression = tests / "distributed/test_eplb_gloo_staging.py"
-    for file in (script, regression):
-        file.parent.mkdir(parents=True)
-    script.write_text(SCRIPT.read_text())
-    regression.write_text(
+    regression = (
         "from pathlib import Path\n"
         "import vllm\n"
         "def test_pinned_staging():\n"
@@ -146,20 +155,18 @@ def test_mutations_are_caught_or_complained_of(tmp_path: Path) -> None:
     )
     copy = "dst_tensor.copy_(cpu_tensor, non_blocking=True)\n"
     staging = 'torch.empty_like(tensor, device="cpu"{})\n'
-    for folder, pinned in (("unpatched", ""), ("patched", ", pin_memory=PIN_MEMORY")):
-        for path, text in (
-            ("vllm/__init__.py", ""),
-            (control.EPLB, staging.format(pinned) + copy),
-        ):
-            file = tmp_path / folder / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-    trees = tmp_path / "unpatched", tmp_path / "patched"
-    done = subprocess.run(
-        [*map(str, (sys.executable, script, *trees, "eplb", "--mutations"))],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = run_control(
+        tmp_path,
+        {"distributed/test_eplb_gloo_staging.py": regression},
+        {
+            tree: {"vllm/__init__.py": "", control.EPLB: staging.format(pinned) + copy}
+            for tree, pinned in (
+                ("unpatched", ""),
+                ("patched", ", pin_memory=PIN_MEMORY"),
+            )
+        },
+        "eplb",
+        "--mutations",
     )
     assert done.returncode == 1, done.stdout + done.stderr
     said = {
@@ -178,22 +185,13 @@ def test_mutations_are_caught_or_complained_of(tmp_path: Path) -> None:
 
 def test_a_mutation_may_be_for_regressions_that_were_not_given(tmp_path: Path) -> None:
     """Then it is no complaint that those given do not catch it."""
-    tests = tmp_path / "tests"
-    given = tests / "v1/worker/test_num_computed_tokens_copy.py"
-    (tests / "controls").mkdir(parents=True)
-    given.parent.mkdir(parents=True)
-    (script := tests / "controls/run.py").write_text(SCRIPT.read_text())
-    given.write_text("def test_nothing():\n    pass\n")
-    trees = tmp_path / "unpatched", tmp_path / "patched"
-    for tree in trees:
-        for path in ("vllm/__init__.py", control.MODEL_RUNNER):
-            (tree / path).parent.mkdir(parents=True, exist_ok=True)
-            (tree / path).write_text("max_concurrent_batches > 1\n")
-    done = subprocess.run(
-        [*map(str, (sys.executable, script, *trees, "computed", "--mutations"))],
-        capture_output=True,
-        text=True,
-        check=False,
+    texts = {"vllm/__init__.py": "", control.MODEL_RUNNER: "max_concurrent_batches > 1"}
+    done = run_control(
+        tmp_path,
+        {"v1/worker/test_num_computed_tokens_copy.py": "def test_x():\n    pass\n"},
+        {"unpatched": texts, "patched": texts},
+        "computed",
+        "--mutations",
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "two batches in flight  " in done.stdout
