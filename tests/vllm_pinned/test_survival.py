@@ -298,6 +298,11 @@ SLOW = settings(
 remembered = functools.lru_cache(maxsize=32)
 
 
+def tree_of(trees: dict[str, Path], edit: str) -> Path:
+    """The tree of the edit's release."""
+    return trees[SUBJECTS[edit][0]]
+
+
 def reader(root: Path, edit: str, source: bytes) -> Read:
     """The tree at `root`, with `source` as the edited file."""
     read = resolve(str(root)).read
@@ -305,12 +310,12 @@ def reader(root: Path, edit: str, source: bytes) -> Read:
 
 
 def released(trees: dict[str, Path], edit: str) -> bytes:
-    return (trees[SUBJECTS[edit][0]] / EDITS[edit].path).read_bytes()
+    return (tree_of(trees, edit) / EDITS[edit].path).read_bytes()
 
 
 def made(trees: dict[str, Path], edit: str, source: bytes) -> bytes:
     """`source` with the edit made, in a tree of the edit's release."""
-    return made_in(trees[SUBJECTS[edit][0]], edit, source)
+    return made_in(tree_of(trees, edit), edit, source)
 
 
 @remembered
@@ -327,8 +332,8 @@ def faults(root: Path, edit: str) -> tuple[Replacement, ...]:
 
 
 def state(trees: dict[str, Path], edit: str, source: bytes) -> State:
-    root = trees[SUBJECTS[edit][0]]
-    (finding,) = survey(reader(root, edit, source), [EDITS[edit]])
+    read = reader(tree_of(trees, edit), edit, source)
+    (finding,) = survey(read, [EDITS[edit]])
     return finding.state
 
 
@@ -462,7 +467,7 @@ def test_any_token_of_the_fault_gone_or_changed(
     that the result still parses, and that nothing outside the fault differs.
     """
     source = released(trees, edit)
-    root = trees[SUBJECTS[edit][0]]
+    root = tree_of(trees, edit)
     fault = data.draw(st.sampled_from(faults(root, edit)))
     text = source[fault.start : fault.end].decode()
     tokens = list(re.finditer(r"\w+|[^\w\s]", text))
