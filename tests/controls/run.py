@@ -634,8 +634,9 @@ def changed_lines(unpatched: Path, patched: Path, paths: Sequence[str]) -> list[
 
 def has_edit(name: str, changed: Sequence[str]) -> bool:
     """Whether what `changed` has the edit that a test guards."""
-    wanted = [LINES[part] for part in re.split(r"\W", name) if part in LINES]
-    return any(re.search(wanted[0] if wanted else "", line) for line in changed)
+    parts = re.split(r"\W", name)
+    pattern = next((LINES[part] for part in parts if part in LINES), "")
+    return any(re.search(pattern, line) for line in changed)
 
 
 def verdict(name: str, guards: bool, before: Outcome, after: Outcome) -> str:
